@@ -1,6 +1,4 @@
-"""Drop, misspell or retype any key of any template, and the report names the file, the line and the
-key.
-"""
+"""A dropped, misspelt or retyped key of a template is reported with its file and line."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from slipstream.repository.releases.tables import REPOSITORIES, list_models
 RELEASE = "v0.10"
 CASES = [("inflight_batcher_llm", model) for model in REPOSITORIES["inflight_batcher_llm"]]
 CASES += [("gpt", model) for model in REPOSITORIES["gpt"]]
-MOST_PER_FILE = 40  # spread evenly over the file
+MOST_PER_FILE = 40  # largest number of mutants per file, spread evenly over the file
 
 
 def write_repository(folder: Path, kind: str) -> Path:
@@ -37,14 +35,15 @@ def write_repository(folder: Path, kind: str) -> Path:
     return folder / "models"
 
 
-def chosen(text: str) -> list[Mutant]:
+def select_mutants(text: str) -> list[Mutant]:
     found = list(mutants(text))
     step = max(1, len(found) // MOST_PER_FILE)
-    return found[:: step if step % 3 else step + 1]  # every kind of damage comes up
+    # the three kinds of damage alternate, so a step that is no multiple of 3 selects all of them
+    return found[:: step if step % 3 else step + 1]
 
 
 @pytest.mark.parametrize(("kind", "model"), CASES)
-def test_every_damaged_key_is_named_with_its_file_and_line(
+def test_every_damaged_key_is_reported_with_its_file_and_line(
     tmp_path: Path, kind: str, model: str
 ) -> None:
     repository = write_repository(tmp_path, kind)
@@ -52,7 +51,7 @@ def test_every_damaged_key_is_named_with_its_file_and_line(
     text = file.read_text()
     before = {str(problem) for problem in check_repository(repository).found}
     unnoticed = []
-    for mutant in chosen(text):
+    for mutant in select_mutants(text):
         file.write_text(mutant.text)
         new = [
             problem for problem in check_repository(repository).found if str(problem) not in before
@@ -60,10 +59,10 @@ def test_every_damaged_key_is_named_with_its_file_and_line(
         here = [problem for problem in new if problem.file == str(file) and problem.line > 0]
         word = mutant.key[:-1]
         if mutant.key in ("key", "value"):
-            word = ""  # of an entry the name is what counts, and the line tells it
+            word = ""  # the report names the entry, not its "key" or "value"
         named = [problem for problem in here if word in f"{problem.key} {problem.text}"]
         if mutant.kind != "dropped":
-            # a list is reported where its items stand, which may be the line below its name
+            # a list is reported at its items, which may be on the line below its name
             named = [problem for problem in named if problem.line in (mutant.line, mutant.line + 1)]
         if not named:
             unnoticed.append(
@@ -72,8 +71,9 @@ def test_every_damaged_key_is_named_with_its_file_and_line(
     assert not unnoticed, "\n".join(map(str, unnoticed))
 
 
-def test_there_are_at_least_three_hundred(tmp_path: Path) -> None:
-    assert sum(len(chosen(render_template(kind, model, RELEASE))) for kind, model in CASES) >= 300
+def test_at_least_300_mutants_are_checked(tmp_path: Path) -> None:
+    templates = [render_template(kind, model, RELEASE) for kind, model in CASES]
+    assert sum(len(select_mutants(text)) for text in templates) >= 300
 
 
 def test_an_undamaged_repository_has_no_errors_and_only_unfilled_variables(tmp_path: Path) -> None:

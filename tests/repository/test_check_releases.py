@@ -1,6 +1,4 @@
-"""Templates of every release: they load as they are, unfilled, and the checker knows which they
-are.
-"""
+"""The templates of every release are served unfilled, and the checker recognises the release."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from slipstream.repository.templates import variables, write_repository
 from slipstream.repository.workspace import SCRIPTS, write_workspace
 
 
-def written(folder: Path, kind: str, release: str) -> Path:
+def write_release(folder: Path, kind: str, release: str) -> Path:
     engine = write_engine_folder(folder / "engine")
     for model in list_models(kind, release):
         (folder / "models" / model / "1").mkdir(parents=True)
@@ -32,7 +30,7 @@ def written(folder: Path, kind: str, release: str) -> Path:
 def test_every_release_is_served_with_its_variables_left_unfilled(
     tmp_path: Path, kind: str, release: str
 ) -> None:
-    models = written(tmp_path, kind, release)
+    models = write_release(tmp_path, kind, release)
     pipeline = read_repository(models).pipelines["ensemble"]
     prompt = "INPUT_0" if release == "2023-09" else "text_input"
     assert pipeline.fields.inputs[prompt] == "text_input"
@@ -64,9 +62,7 @@ FILLED = {
 
 @pytest.mark.parametrize("kind", ["inflight_batcher_llm", "gpt"])
 @pytest.mark.parametrize("release", RELEASES)
-def test_nothing_is_said_of_a_template_that_is_filled(
-    tmp_path: Path, kind: str, release: str
-) -> None:
+def test_a_filled_template_has_no_problems(tmp_path: Path, kind: str, release: str) -> None:
     engine = write_engine_folder(tmp_path / "engine")
     values = {**FILLED, "engine_dir": str(engine), "tokenizer_dir": str(engine)}
     for model in list_models(kind, release):
@@ -77,7 +73,7 @@ def test_nothing_is_said_of_a_template_that_is_filled(
     assert [str(problem) for problem in check_repository(tmp_path / "models").found] == []
 
 
-def test_nothing_is_said_of_what_import_writes(tmp_path: Path) -> None:
+def test_an_imported_repository_has_no_problems_until_it_is_damaged(tmp_path: Path) -> None:
     engine = write_engine_folder(tmp_path / "engine")
     write_repository(tmp_path / "models", "mine", engine, engine, 8)
     assert [str(problem) for problem in check_repository(tmp_path / "models").found] == []
@@ -97,17 +93,15 @@ def test_nothing_is_said_of_what_import_writes(tmp_path: Path) -> None:
     )
 
 
-def test_nothing_is_said_of_conversations_taken_or_not(tmp_path: Path) -> None:
-    """`messages` is this server's own: those of before it lack it, and those of upstream may
-    declare it.
-    """
+def test_the_messages_input_is_optional_in_every_repository(tmp_path: Path) -> None:
+    """`messages` is an input of this server: older repositories lack it, upstream's may declare it."""
     engine = write_engine_folder(tmp_path / "engine")
     for model in write_repository(tmp_path / "models", "mine", engine, engine, 8):
         config = model / "config.pbtxt"
         lines = config.read_text().splitlines(keepends=True)
         config.write_text("".join(line for line in lines if '"messages"' not in line.lower()))
     assert [str(problem) for problem in check_repository(tmp_path / "models").found] == []
-    upstream = written(tmp_path / "upstream", "inflight_batcher_llm", "v0.10")
+    upstream = write_release(tmp_path / "upstream", "inflight_batcher_llm", "v0.10")
     before = [problem.text for problem in check_repository(upstream).found]
     for name in ("ensemble", "tensorrt_llm_bls"):
         config = upstream / name / "config.pbtxt"
@@ -119,15 +113,15 @@ def test_nothing_is_said_of_conversations_taken_or_not(tmp_path: Path) -> None:
     assert [problem.text for problem in check_repository(upstream).found] == before
 
 
-def test_wires_may_have_any_name_that_both_ends_share(tmp_path: Path) -> None:
-    models = written(tmp_path, "inflight_batcher_llm", "v0.9")
+def test_tensors_inside_an_ensemble_may_have_any_name(tmp_path: Path) -> None:
+    models = write_release(tmp_path, "inflight_batcher_llm", "v0.9")
     file = models / "ensemble" / "config.pbtxt"
     file.write_text(file.read_text().replace('"_OUT_END_ID"', '"_PREPROCESSOR_END_ID"'))
     assert [problem for problem in check_repository(models).found if "END_ID" in str(problem)] == []
 
 
 def test_a_missing_tensor_is_reported_with_the_release_that_has_it(tmp_path: Path) -> None:
-    models = written(tmp_path, "inflight_batcher_llm", "v0.9")
+    models = write_release(tmp_path, "inflight_batcher_llm", "v0.9")
     file = models / "tensorrt_llm" / "config.pbtxt"
     lines = file.read_text().splitlines(keepends=True)
     position = next(number for number, line in enumerate(lines) if '"lora_task_id"' in line)
@@ -151,16 +145,16 @@ def test_a_missing_tensor_is_reported_with_the_release_that_has_it(tmp_path: Pat
         ("v0.16", "v0.18"),
     ],
 )
-def test_releases_between_look_like_the_one_before_or_after(name: str, release: str) -> None:
+def test_a_release_without_a_table_uses_the_table_of_another(name: str, release: str) -> None:
     assert find_release(name) == release
 
 
-def test_a_release_nobody_knows_is_refused() -> None:
+def test_an_unknown_release_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'v7' is not a known release; known: .*v0\.18"):
         find_release("v7")
 
 
-def test_a_workspace_keeps_what_was_changed_and_writes_what_is_missing(tmp_path: Path) -> None:
+def test_a_workspace_keeps_changed_files_and_writes_missing_ones(tmp_path: Path) -> None:
     first = write_workspace(tmp_path / "w", "v0.10")
     assert first.new > len(SCRIPTS)
     assert write_workspace(tmp_path / "w", "v0.10") == (0, ())

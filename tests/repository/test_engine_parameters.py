@@ -1,6 +1,4 @@
-"""Every parameter of an engine model either changes how it is served or is answered with a line
-that names it.
-"""
+"""Every parameter of an engine model changes how it is served or is reported by name."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from slipstream.repository.engine_parameters import ENGINE_PARAMETERS
 from slipstream.repository.models import EngineModel, inspect_repository
 from slipstream.repository.problems import Problem
 
-# A value that is not the default. What nobody can follow is not there: paths of upstream's own
-# programs.
+# Parameter → a value that is not the default. Paths of upstream's programs are not in it.
 VALUES = {
     "gpt_model_type": "V2",
     "gpt_model_path": "/nowhere",
@@ -66,7 +63,7 @@ VALUES = {
     "guided_decoding_backend": "outlines",
     "xgrammar_tokenizer_info_path": "/info",
 }
-# On or off, the same is done: what they ask for upstream always holds here.
+# Parameters without a warning for any value, because this server always does what they ask for.
 ALWAYS_SO = {"enable_context_fmha_fp32_acc", "cuda_graph_mode"}
 
 
@@ -87,8 +84,8 @@ def read(folder: Path, parameters: dict[str, str]) -> tuple[EngineModel | None, 
     return found.engines.get("tensorrt_llm"), [*problems.errors, *problems.warnings]
 
 
-def told(model: EngineModel | None) -> dict:
-    """What is made of a model's parameters."""
+def used_values(model: EngineModel | None) -> dict:
+    """Return what the parameters of a model decide."""
     if model is None:
         return {}
     return {
@@ -99,24 +96,24 @@ def told(model: EngineModel | None) -> dict:
     }
 
 
-def test_no_parameter_was_forgotten_here():
+def test_every_known_parameter_is_in_this_test():
     ignored = {name for name, kind in ENGINE_PARAMETERS.items() if kind == "accepted"}
     assert ignored == {"FORCE_CPU_ONLY_INPUT_TENSORS", "worker_path", "executor_worker_path"}
     assert set(ENGINE_PARAMETERS) == {*VALUES, *ALWAYS_SO, *ignored}
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_parameter_is_followed_or_answered(tmp_path, name):
+def test_a_parameter_changes_the_model_or_is_reported(tmp_path, name):
     plain, _ = read(tmp_path / "plain", {})
     parameters = {name: VALUES[name]}
     if name == "engine_dir":
-        parameters["gpt_model_path"] = ""  # which goes first where both are set
+        parameters["gpt_model_path"] = ""  # gpt_model_path is used first if both are set
     model, said = read(tmp_path / "changed", parameters)
     answered = [problem.text for problem in said if name in problem.key]
-    assert told(model) != told(plain) or answered
+    assert used_values(model) != used_values(plain) or answered
 
 
-def settings_of(tmp_path: Path, **parameters: str) -> dict:
+def read_settings(tmp_path: Path, **parameters: str) -> dict:
     model, _ = read(tmp_path / "repo", parameters)
     assert model is not None
     return asdict(model.settings)
@@ -161,8 +158,8 @@ def settings_of(tmp_path: Path, **parameters: str) -> dict:
         ({"decoding_mode": "top_k", "lookahead_ngram_size": "8"}, {"lookup_tokens": 0}),
     ],
 )
-def test_what_a_parameter_makes_of_the_engine(tmp_path, parameters, expected):
-    settings = settings_of(tmp_path, **parameters)
+def test_parameters_become_engine_settings(tmp_path, parameters, expected):
+    settings = read_settings(tmp_path, **parameters)
     assert {name: settings[name] for name in expected} == expected
 
 
@@ -175,16 +172,16 @@ def test_what_a_parameter_makes_of_the_engine(tmp_path, parameters, expected):
         "kv_cache_host_memory_bytes",
     ],
 )
-def test_a_number_under_zero_is_not_taken_for_unset_in_silence(tmp_path, name):
+def test_a_negative_number_is_reported_and_the_default_used(tmp_path, name):
     plain, _ = read(tmp_path / "plain", {name: ""})
     model, said = read(tmp_path / "changed", {name: "-4"})
-    assert told(model) == told(plain)
+    assert used_values(model) == used_values(plain)
     assert [problem.text for problem in said if name in problem.key] == [
         "expected a number over 0, got '-4'; using the default"
     ]
 
 
-def test_more_than_one_instance_of_an_engine_is_answered(tmp_path):
+def test_several_instances_of_an_engine_are_reported(tmp_path):
     repo = make_repository(tmp_path)
     config = repo / "tensorrt_llm" / "config.pbtxt"
     one = "instance_group [ { count: 1 kind: KIND_CPU } ]"

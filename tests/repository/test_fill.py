@@ -1,4 +1,4 @@
-"""fill_template's grammar, and what it could not place or left."""
+"""The grammar of fill_template, and its report of unused and unfilled variables."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from slipstream.repository.fill import FillError, fill_text, parse_substitutions
         (r"a:C\dir", {"a": r"C\dir"}),
     ],
 )
-def test_substitutions(text: str, values: dict[str, str]) -> None:
+def test_substitutions_are_parsed(text: str, values: dict[str, str]) -> None:
     assert parse_substitutions(text) == values
 
 
 @pytest.mark.parametrize("text", ["a", "a:1,b", ":x"])
-def test_a_piece_that_is_not_key_and_value_is_named(text: str) -> None:
+def test_a_piece_without_key_and_value_is_refused_by_name(text: str) -> None:
     with pytest.raises(FillError, match="is not key:value"):
         parse_substitutions(text)
 
 
-def test_both_forms_of_a_variable_are_filled_and_the_rest_stays() -> None:
+def test_both_forms_of_a_variable_are_filled_and_other_text_is_kept() -> None:
     filled = fill_text('a: "${x}" b: $y c: $$z d: ${left}', {"x": "1", "y": "2", "surplus": "3"})
     assert filled.text == 'a: "1" b: 2 c: $z d: ${left}'
     assert (filled.unknown, filled.left) == (("surplus",), ("left",))
@@ -46,7 +46,9 @@ def test_a_misspelt_key_is_reported_with_the_nearest_one() -> None:
     ]
 
 
-def test_in_place_or_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fill_writes_in_place_or_to_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "config.pbtxt"
     file.write_text("n: ${n}\n")
     assert run_command("fill", [str(file), "n:1"]) == 0

@@ -1,4 +1,4 @@
-"""One config.pbtxt: every problem at once with its line, and unfilled variables as their defaults."""
+"""Reading one config.pbtxt: all problems with their lines, and defaults of unfilled variables."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def read(folder: Path, text: str, name: str = "m") -> tuple[ModelConfig | None, 
     return read_model_config(model, problems), problems
 
 
-def said(problems: Problems) -> list[str]:
-    """The problems without the folder they were found in."""
+def problem_texts(problems: Problems) -> list[str]:
+    """Return the problems without the name of the folder."""
     return [str(problem).partition("config.pbtxt:")[2] for problem in problems.found]
 
 
-def test_reads_what_a_configuration_says(tmp_path: Path) -> None:
+def test_fields_of_a_configuration_are_read(tmp_path: Path) -> None:
     config, problems = read(
         tmp_path,
         """
@@ -47,7 +47,7 @@ def test_reads_what_a_configuration_says(tmp_path: Path) -> None:
         """,
     )
     assert config is not None
-    assert said(problems) == []
+    assert problem_texts(problems) == []
     assert (config.name, config.backend, config.max_batch_size, config.decoupled) == (
         "m",
         "python",
@@ -67,7 +67,7 @@ def test_reads_what_a_configuration_says(tmp_path: Path) -> None:
     assert config.flag("flag") is True
 
 
-def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+def test_all_problems_are_reported_with_their_lines(tmp_path: Path) -> None:
     _, problems = read(
         tmp_path,
         'name: "other"\n'
@@ -102,7 +102,7 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
         (11, "parameters"),
         (12, "backend"),
     ]
-    lines = "\n".join(said(problems))
+    lines = "\n".join(problem_texts(problems))
     assert "input[0].data_tpye: there is no such field; did you mean 'data_type'?" in lines
     assert "expected one of TYPE_INVALID, TYPE_BOOL" in lines
     assert "did you mean 'TYPE_INT32'?" in lines
@@ -121,7 +121,7 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
         ("preserve_ordering: true", "responses are sent as soon as they are ready"),
     ],
 )
-def test_what_batching_has_not_is_said_to_have_no_effect(
+def test_unsupported_settings_of_batching_are_reported_without_effect(
     tmp_path: Path, field: str, why: str
 ) -> None:
     _, problems = read(tmp_path, INPUT + "dynamic_batching { preserve_ordering: false }")
@@ -137,7 +137,7 @@ def test_what_batching_has_not_is_said_to_have_no_effect(
     ("levels", "default", "fits"),
     [(0, 0, True), (0, 7, True), (3, 1, True), (3, 3, True), (3, 0, False), (3, 4, False)],
 )
-def test_the_default_priority_is_one_of_the_levels(
+def test_the_default_priority_must_be_one_of_the_levels(
     tmp_path: Path, levels: int, default: int, fits: bool
 ) -> None:
     batching = f"dynamic_batching {{ priority_levels: {levels} default_priority_level: {default} }}"
@@ -157,7 +157,7 @@ def test_the_default_priority_is_one_of_the_levels(
         ]
 
 
-def test_file_that_is_no_text_is_a_problem_not_a_crash(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     folder.mkdir()
     (folder / "config.pbtxt").write_bytes(b"\xff\xfe\x00")
@@ -198,7 +198,7 @@ def test_file_that_is_no_text_is_a_problem_not_a_crash(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_variable_nobody_filled_means_its_default_with_one_warning(
+def test_an_unfilled_variable_gets_its_default_with_one_warning(
     tmp_path: Path, field: str, key: str, expected: object
 ) -> None:
     config, problems = read(tmp_path, INPUT + field)
@@ -215,7 +215,7 @@ def test_variable_nobody_filled_means_its_default_with_one_warning(
     assert problems.warnings[0].line == 2
 
 
-def test_string_parameter_nobody_filled_is_not_set_and_still_shown(tmp_path: Path) -> None:
+def test_an_unfilled_string_parameter_is_unset_and_kept_in_the_document(tmp_path: Path) -> None:
     config, problems = read(
         tmp_path,
         'parameters { key: "a" value { string_value: "${a}" } }\n'
@@ -230,7 +230,7 @@ def test_string_parameter_nobody_filled_is_not_set_and_still_shown(tmp_path: Pat
     assert [warning.key for warning in problems.warnings] == ["parameters.a"]
 
 
-def test_version_policies() -> None:
+def test_version_policies_choose_versions() -> None:
     assert VersionPolicy().choose((1, 3, 2)) == (3,)
     assert VersionPolicy("latest", 2).choose((1, 3, 2)) == (2, 3)
     assert VersionPolicy("all").choose((3, 1)) == (1, 3)

@@ -1,6 +1,4 @@
-"""A whole repository: roles, paths, settings, wiring of every release, and all its problems in
-one report.
-"""
+"""Reading a repository: roles, paths, settings, tensors of every release, and its problems."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def engine(tmp_path: Path) -> Path:
 
 
 def write_templates(repo: Path, values: dict[str, str], names: list[str] | None = None) -> Path:
-    """Templates filled only with `values`: the rest stays `${…}`, as in many a real repository."""
+    """Write templates filled with `values` only. Other variables stay, as in many repositories."""
     for name in names or list(template_names()):
         folder = repo / name
         (folder / "1").mkdir(parents=True)
@@ -39,8 +37,8 @@ def change(repo: Path, model: str, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
-def test_templates_left_unfilled_serve_with_defaults(tmp_path: Path, engine: Path) -> None:
-    """A tutorial fills the engine's folder and nothing else; upstream cannot even parse that."""
+def test_unfilled_templates_are_served_with_defaults(tmp_path: Path, engine: Path) -> None:
+    """A tutorial fills only the engine's folder. Upstream cannot parse such a file."""
     repository = read_repository(write_templates(tmp_path / "repo", {"engine_dir": str(engine)}))
     # the engine's
     assert all(model.config.max_batch_size == 12 for model in repository.models.values())
@@ -56,13 +54,13 @@ def test_templates_left_unfilled_serve_with_defaults(tmp_path: Path, engine: Pat
     assert ("tensorrt_llm", "max_batch_size") in warned
     assert ("tensorrt_llm", "backend") in warned
     assert ("preprocessing", "parameters.tokenizer_dir") in warned
-    assert len(warned) == len(unfilled)  # one each
+    assert len(warned) == len(unfilled)  # one warning per variable
     assert [problem.text for problem in repository.warnings if problem not in unfilled] == []
     echo = "${exclude_input_in_output} was not filled: using the default (False: answers begin with the prompt)"
     assert [problem.text for problem in unfilled if "begin with" in problem.text] == [echo]
 
 
-def test_parameters_reach_the_engine(tmp_path: Path, engine: Path) -> None:
+def test_parameters_become_settings_of_the_engine_model(tmp_path: Path, engine: Path) -> None:
     values = {
         "engine_dir": str(engine),
         "max_tokens_in_paged_kv_cache": "2560",
@@ -93,7 +91,7 @@ def test_parameters_reach_the_engine(tmp_path: Path, engine: Path) -> None:
     assert (model.add_special_tokens, model.skip_special_tokens) == (False, False)
 
 
-def test_parameter_that_cannot_be_read_keeps_its_default_and_warns(
+def test_an_invalid_parameter_keeps_its_default_with_a_warning(
     tmp_path: Path, engine: Path
 ) -> None:
     values = {
@@ -110,7 +108,9 @@ def test_parameter_that_cannot_be_read_keeps_its_default_and_warns(
     ]
 
 
-def test_parameter_without_an_effect_here_is_named(tmp_path: Path, engine: Path) -> None:
+def test_a_parameter_without_effect_is_reported_with_the_reason(
+    tmp_path: Path, engine: Path
+) -> None:
     values = {
         "gpu_weights_percent": "0.5",
         "decoding_mode": "medusa",
@@ -127,7 +127,7 @@ def test_parameter_without_an_effect_here_is_named(tmp_path: Path, engine: Path)
     }
 
 
-def test_queue_limit_is_the_engines(tmp_path: Path, engine: Path) -> None:
+def test_the_queue_limit_of_the_engine_model_is_read(tmp_path: Path, engine: Path) -> None:
     repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine)})
     change(
         repo,
@@ -139,7 +139,7 @@ def test_queue_limit_is_the_engines(tmp_path: Path, engine: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["cwd", "repository", "model"])
-def test_relative_path_is_looked_for_in_three_places(
+def test_a_relative_path_may_start_at_three_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     repo = write_templates(
@@ -154,7 +154,9 @@ def test_relative_path_is_looked_for_in_three_places(
     assert model.tokenizer_folder == folder
 
 
-def test_engine_folder_may_be_the_parent_or_a_child(tmp_path: Path, engine: Path) -> None:
+def test_the_engine_may_be_in_the_parent_or_a_child_of_the_path(
+    tmp_path: Path, engine: Path
+) -> None:
     child = write_templates(tmp_path / "child", {"engine_dir": str(engine.parent)})
     assert read_repository(child).engines["tensorrt_llm"].engine.path == engine
     other = write_engine_folder(tmp_path / "flat")
@@ -163,7 +165,7 @@ def test_engine_folder_may_be_the_parent_or_a_child(tmp_path: Path, engine: Path
 
 
 @pytest.mark.parametrize("inside", [".", "1-gpu", "anything"])
-def test_engine_in_the_version_folder_needs_no_path(tmp_path: Path, inside: str) -> None:
+def test_an_engine_in_the_version_folder_needs_no_path(tmp_path: Path, inside: str) -> None:
     repo = write_templates(tmp_path / "repo", {})
     (repo / "tensorrt_llm" / "1").rmdir()
     folder = write_engine_folder(repo / "tensorrt_llm" / "1" / inside)
@@ -171,7 +173,7 @@ def test_engine_in_the_version_folder_needs_no_path(tmp_path: Path, inside: str)
 
 
 @pytest.mark.parametrize("folder", ["meta-llama/Llama-2-7b-hf", "~no.such.user/x"])
-def test_tokenizer_that_is_not_there_is_the_engines(
+def test_a_missing_tokenizer_folder_falls_back_to_the_engine_folder(
     tmp_path: Path, engine: Path, folder: str
 ) -> None:
     values = {"engine_dir": str(engine), "tokenizer_dir": folder}
@@ -182,7 +184,7 @@ def test_tokenizer_that_is_not_there_is_the_engines(
     )
 
 
-def test_all_problems_of_a_repository_come_at_once(tmp_path: Path) -> None:
+def test_all_problems_of_a_repository_are_reported_together(tmp_path: Path) -> None:
     repo = write_templates(
         tmp_path / "repo", {"engine_dir": "/nowhere", "batching_strategy": "inflight_bathing"}
     )
@@ -220,7 +222,9 @@ def test_all_problems_of_a_repository_come_at_once(tmp_path: Path) -> None:
     assert "did you mean 'dims'?" in report
 
 
-def test_unknown_parameter_is_named_with_the_likely_one(tmp_path: Path, engine: Path) -> None:
+def test_an_unknown_parameter_is_reported_with_the_closest_name(
+    tmp_path: Path, engine: Path
+) -> None:
     repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine)})
     change(repo, "tensorrt_llm", '"enable_kv_cache_reuse"', '"enable_kv_cache_resue"')
     said = [
@@ -243,7 +247,7 @@ def test_code_in_a_repository_is_not_executed(tmp_path: Path, engine: Path) -> N
     assert not (tmp_path / "it ran").exists()
 
 
-def test_models_somebody_else_serves_are_not_a_problem(tmp_path: Path) -> None:
+def test_models_served_elsewhere_are_not_a_problem(tmp_path: Path) -> None:
     folder = tmp_path / "repo" / "mine"
     (folder / "2").mkdir(parents=True)
     (folder / "config.pbtxt").write_text('backend: "python"')
@@ -253,7 +257,7 @@ def test_models_somebody_else_serves_are_not_a_problem(tmp_path: Path) -> None:
     assert len(inspect_repository(tmp_path / "repo")[1].errors) == 1
 
 
-def test_missing_version_folder_of_an_ensemble_is_forgiven(tmp_path: Path, engine: Path) -> None:
+def test_an_ensemble_needs_no_version_folder(tmp_path: Path, engine: Path) -> None:
     repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine)})
     (repo / "ensemble" / "1").rmdir()
     (repo / "preprocessing" / "1").rmdir()
@@ -268,7 +272,7 @@ def test_missing_version_folder_of_an_ensemble_is_forgiven(tmp_path: Path, engin
 
 
 @pytest.mark.parametrize("path", ["nowhere", "empty"])
-def test_nothing_to_serve_is_said(tmp_path: Path, path: str) -> None:
+def test_a_repository_without_models_is_refused(tmp_path: Path, path: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(RepositoryError, match=r"no such folder|no model in it"):
         read_repository(tmp_path / path)
@@ -306,7 +310,9 @@ def september_2023(repo: Path, engine: Path) -> Repository:
     return read_repository(repo)
 
 
-def test_tensors_mean_what_they_are_wired_to(tmp_path: Path, engine: Path) -> None:
+def test_ensemble_tensors_get_the_fields_of_the_steps_they_are_mapped_to(
+    tmp_path: Path, engine: Path
+) -> None:
     pipeline = september_2023(tmp_path / "repo", engine).pipelines["ensemble"]
     assert pipeline.fields.inputs == {
         "INPUT_0": "text_input",
@@ -320,7 +326,9 @@ def test_tensors_mean_what_they_are_wired_to(tmp_path: Path, engine: Path) -> No
     assert pipeline.fields.outputs == {"OUTPUT_0": "text_output"}
 
 
-def test_ensemble_of_the_templates_means_what_its_names_say(tmp_path: Path, engine: Path) -> None:
+def test_tensors_of_the_template_ensemble_are_fields_of_the_same_name(
+    tmp_path: Path, engine: Path
+) -> None:
     repository = read_repository(write_templates(tmp_path / "repo", {"engine_dir": str(engine)}))
     fields = repository.pipelines["ensemble"].fields
     assert fields.inputs == {
@@ -333,7 +341,9 @@ def test_ensemble_of_the_templates_means_what_its_names_say(tmp_path: Path, engi
 
 
 @pytest.mark.parametrize("backend", ["tensorrtllm", "inflight_batcher_llm", "python"])
-def test_engine_model_is_known_by_its_tensors(tmp_path: Path, engine: Path, backend: str) -> None:
+def test_an_engine_model_is_recognised_by_its_tensors(
+    tmp_path: Path, engine: Path, backend: str
+) -> None:
     repo = write_templates(
         tmp_path / "repo", {"engine_dir": str(engine), "triton_backend": backend}
     )

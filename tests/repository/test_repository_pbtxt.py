@@ -1,4 +1,4 @@
-"""The text format: what is written is what is read, and every error knows its line."""
+"""The parser of the text format: it reads back what was written, and errors have their line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_string(text: str) -> str:
 
 
 def write(tree: Tree, choice: st.DataObject | None = None, indent: str = "") -> str:
-    """The tree as text; `choice` picks among the spellings that mean the same."""
+    """Return the tree as text. `choice` picks among equivalent spellings."""
     pick = (
         (lambda options: choice.draw(st.sampled_from(options)))
         if choice
@@ -70,13 +70,13 @@ def as_tree(message: Message) -> Tree:
 
 @settings(deadline=None)
 @given(trees, st.data())
-def test_written_in_any_spelling_and_read_back_is_the_same(tree: Tree, data: st.DataObject) -> None:
+def test_a_tree_written_in_any_spelling_is_parsed_back(tree: Tree, data: st.DataObject) -> None:
     assert as_tree(parse_pbtxt(write(tree, data))) == tree
 
 
 @settings(deadline=None)
 @given(st.text(max_size=60))
-def test_any_text_parses_or_says_where_it_does_not(text: str) -> None:
+def test_any_text_is_parsed_or_refused_with_a_line_number(text: str) -> None:
     line = 1
     try:
         parse_pbtxt(text)
@@ -85,7 +85,7 @@ def test_any_text_parses_or_says_where_it_does_not(text: str) -> None:
     assert 1 <= line <= text.count("\n") + 1
 
 
-def test_lines_are_those_of_the_file() -> None:
+def test_fields_have_the_line_numbers_of_the_file() -> None:
     message = parse_pbtxt('# a comment\nname: "x"\ninput [\n  { name: "a" },\n  { name: "b" }\n]\n')
     assert [(item.name, item.line) for item in message.fields] == [
         ("name", 2),
@@ -94,7 +94,7 @@ def test_lines_are_those_of_the_file() -> None:
     ]
 
 
-def test_list_is_a_field_repeated() -> None:
+def test_a_list_becomes_repeated_fields() -> None:
     expected = tuple(Field("dims", Scalar("number", text, 1), 1) for text in ("-1", "2"))
     assert parse_pbtxt("dims: [ -1, 2 ]").fields == expected
     assert parse_pbtxt("dims: [ -1 2 ]").fields == expected
@@ -112,7 +112,7 @@ def test_list_is_a_field_repeated() -> None:
         ('"${tokenizer_dir}"', "${tokenizer_dir}"),
     ],
 )
-def test_strings(written: str, text: str) -> None:
+def test_strings_are_unescaped(written: str, text: str) -> None:
     assert as_tree(parse_pbtxt(f"a: {written}")) == [("a", ("string", text))]
 
 
@@ -132,7 +132,7 @@ def test_strings(written: str, text: str) -> None:
         ("a {" * (MAX_DEPTH + 1), 1, f"more than {MAX_DEPTH} levels"),
     ],
 )
-def test_errors_name_the_line(text: str, line: int, says: str) -> None:
+def test_errors_have_line_and_text(text: str, line: int, says: str) -> None:
     with pytest.raises(PbtxtError) as caught:
         parse_pbtxt(text)
     assert caught.value.line == line

@@ -1,6 +1,4 @@
-"""Templates of our own: a written repository reads back clean, appears whole or not at all, and
-replaces nothing.
-"""
+"""A repository written from our templates is read without warnings and replaces no other model."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def test_written_repository_reads_back_without_a_warning(tmp_path: Path, engine:
     assert repository.pipelines["llama"].placeholders
 
 
-def test_existing_model_is_refused_in_the_words_of_triton_cli(tmp_path: Path, engine: Path) -> None:
+def test_an_existing_model_is_refused_with_triton_clis_text(tmp_path: Path, engine: Path) -> None:
     write_repository(tmp_path, "llama", engine, engine, 4)
     before = {path: path.read_bytes() for path in tmp_path.rglob("config.pbtxt")}
     with pytest.raises(RepositoryExists) as caught:
@@ -76,15 +74,13 @@ def test_existing_model_is_refused_in_the_words_of_triton_cli(tmp_path: Path, en
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "tensorrt_llm", ".hidden", "a b"])
-def test_name_that_cannot_be_a_folder_of_its_own_is_refused(
-    tmp_path: Path, engine: Path, name: str
-) -> None:
+def test_an_invalid_model_name_is_refused(tmp_path: Path, engine: Path, name: str) -> None:
     with pytest.raises(ValueError, match="cannot be a model's name"):
         write_repository(tmp_path / "repo", name, engine, engine, 4)
     assert not (tmp_path / "repo").exists()
 
 
-def test_failure_half_way_leaves_nothing(
+def test_a_failed_write_leaves_no_models(
     tmp_path: Path, engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, made = templates._write_model, []
@@ -101,18 +97,18 @@ def test_failure_half_way_leaves_nothing(
     assert list((tmp_path / "repo").iterdir()) == []
 
 
-def test_unfinished_folder_is_no_model(tmp_path: Path, engine: Path) -> None:
+def test_an_unfinished_folder_is_not_a_model(tmp_path: Path, engine: Path) -> None:
     write_repository(tmp_path / "repo", "llama", engine, engine, 4)
     (tmp_path / "repo" / ".llama.x7").mkdir()
     assert read_repository(tmp_path / "repo").warnings == ()
 
 
-def test_fill_leaves_what_it_was_not_given() -> None:
+def test_fill_keeps_variables_without_a_value() -> None:
     assert fill("a: ${x} b: ${y}", {"x": "1"}) == "a: 1 b: ${y}"
     assert variables("${a} ${b} ${a}") == ["a", "b"]
 
 
-def test_templates_have_upstreams_variables() -> None:
+def test_templates_have_the_variables_of_upstream() -> None:
     assert list(template_names()) == [
         "ensemble",
         "postprocessing",

@@ -1,4 +1,4 @@
-"""`sequence_batching` of a configuration: what is read of it, refused, or said to have no effect."""
+"""`sequence_batching` of a configuration: settings that are read, refused or without effect."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(folder: Path, text: str) -> tuple[ModelConfig | None, list[tuple[bool, 
         (4, "oldest { max_candidate_sequences: 9 }", 1_000_000, 9, 4),
     ],
 )
-def test_what_it_comes_to(
+def test_sequence_settings_are_read(
     tmp_path: Path, rows: int, text: str, idle: int, held: int, together: int
 ) -> None:
     corrid = '{ name: "I" control [ { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_STRING } ] }'
@@ -138,14 +138,14 @@ AS_THEY_COME = "has no effect: requests are executed as soon as an instance is f
         ),
     ],
 )
-def test_what_is_not_done_is_said(
+def test_unsupported_sequence_settings_are_reported(
     tmp_path: Path, fatal: bool, text: str, key: str, problem: str
 ) -> None:
     _, told = read(tmp_path, f"{HEAD}max_batch_size: 4\nsequence_batching {{\n{text} }}")
     assert told == [(fatal, 6, f"sequence_batching.{key}", problem)]
 
 
-def test_where_it_does_not_belong(tmp_path: Path) -> None:
+def test_sequence_batching_outside_a_python_model_is_reported(tmp_path: Path) -> None:
     _, told = read(tmp_path, HEAD + "sequence_batching { }\ndynamic_batching { }")
     assert told == [
         (True, 4, "sequence_batching", "cannot be given together with dynamic_batching")

@@ -1,6 +1,4 @@
-"""GGUF files written by the gguf package, from transformers models, as llama.cpp's converter lays
-them out.
-"""
+"""Write transformers models as GGUF files, in the layout of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ _ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gpt_neox": "gptneox",
 }
-_OUTPUT_NORM = {"post_attention_layernorm": "post_attention_norm"}  # of Gemma 2 and 3
+_OUTPUT_NORM = {"post_attention_layernorm": "post_attention_norm"}  # norm of Gemma 2 and 3
 
 
 def gguf_name(name: str, output_norms: bool = False) -> str:
@@ -82,7 +80,7 @@ def gguf_name(name: str, output_norms: bool = False) -> str:
 
 
 def interleave_halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """What the converter does to Llama's q and k: the two halves of a head, row by row in turn."""
+    """Return rows of q or k with the halves of each head interleaved, as in files of Llama."""
     return (
         rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
         .swapaxes(1, 2)
@@ -91,8 +89,9 @@ def interleave_halves(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def ungroup_heads(rows: np.ndarray, config: Any) -> np.ndarray:
-    """What the converter does to a joined q, k and v: from each key head's own together to all
-    queries first.
+    """Return the rows of a fused q, k and v ordered as all queries, all keys, all values.
+
+    The model stores them grouped by KV head.
     """
     size = config.hidden_size // config.num_attention_heads
     groups = (rows.shape[0] // size - config.num_attention_heads) // 2
@@ -120,21 +119,22 @@ def gguf_tensors(model: Any) -> dict[str, np.ndarray]:
         if "query_key_value" in name:
             array = ungroup_heads(array, config)
         if "gemma" in config.model_type and name.endswith("norm.weight"):
-            array = array + 1  # as the converter does
+            array = array + 1  # the converter adds the offset of Gemma's norms
         tensors[gguf_name(name, config.model_type in ("gemma2", "gemma3_text"))] = array
     return tensors
 
 
 def _expert_tensors(name: str, stacked: np.ndarray) -> dict[str, np.ndarray]:
-    """The experts of a layer, [experts, out, in]: gate and up of one tensor are two in the file."""
-    layer, kind = f"blk.{name.split('.')[2]}", name.split(".")[-1]
+    """Return the expert tensors of a layer, [experts, out, in], with gate and up separate."""
+    layer = f"blk.{name.split('.')[2]}"
+    kind = name.split(".")[-1]
     if kind == "down_proj":
         return {f"{layer}.ffn_down_exps.weight": stacked}
     gate, up = np.split(stacked, 2, axis=1)
     return {f"{layer}.ffn_gate_exps.weight": gate, f"{layer}.ffn_up_exps.weight": up}
 
 
-def architecture_of(config: Any) -> str:
+def gguf_architecture(config: Any) -> str:
     return _ARCHITECTURES.get(config.model_type, config.model_type)
 
 
@@ -146,12 +146,13 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     packed: dict[str, tuple[np.ndarray, Kind]] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Write the model; matrices in `kind`, vectors in F32, `packed` tensors as they are given.
-    Returns the tensors as a reader should find them. `metadata` comes last and wins over what the
-    model's config says.
+    """Write the model and return the tensors that a reader should find.
+
+    Matrices have type `kind`, vectors F32, and `packed` tensors are written as they are.
+    `metadata` overrides values of the model's config.
     """
     entries = {**_sizes(model.config), **(metadata or {})}
-    writer = gguf.GGUFWriter(path, architecture_of(model.config))
+    writer = gguf.GGUFWriter(path, gguf_architecture(model.config))
     for key, value in entries.items():
         _write_value(writer, key, value)
     stored = {}
@@ -168,7 +169,7 @@ def write_gguf(
 
 
 def _sizes(config: Any) -> dict[str, Any]:
-    kind = architecture_of(config)
+    kind = gguf_architecture(config)
     sizes = {
         f"{kind}.block_count": config.num_hidden_layers,
         f"{kind}.context_length": config.max_position_embeddings,
@@ -189,13 +190,13 @@ def _sizes(config: Any) -> dict[str, Any]:
             "gptj.rope.dimension_count": config.rotary_dim,
         }
     if kind == "gptneox":
-        turned = config.rope_parameters.get("partial_rotary_factor", 0.25)
+        rotary_fraction = config.rope_parameters.get("partial_rotary_factor", 0.25)
         return {
             **sizes,
             "gptneox.feed_forward_length": config.intermediate_size,
             "gptneox.attention.layer_norm_epsilon": config.layer_norm_eps,
             "gptneox.rope.dimension_count": int(
-                turned * config.hidden_size // config.num_attention_heads
+                rotary_fraction * config.hidden_size // config.num_attention_heads
             ),
             "gptneox.use_parallel_residual": config.use_parallel_residual,
         }
@@ -258,7 +259,7 @@ def _write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def plain_tokenizer(vocabulary: int) -> dict[str, Any]:
-    """The least a GGUF file must say about its tokenizer."""
+    """Return the smallest metadata of a tokenizer that a file needs."""
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",

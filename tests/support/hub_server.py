@@ -1,4 +1,4 @@
-"""A local server that answers as much of the hub's protocol as a download needs."""
+"""A local server with the part of the hub's protocol that downloads use."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    folders: dict[str, Path]  # repository → its files
-    token: str | None = None  # what a request must carry
+    folders: dict[str, Path]  # repository → folder with its files
+    token: str | None = None  # token that requests for gated repositories need
     gated: set[str] = field(default_factory=set)
     requests: list[str] = field(default_factory=list)  # "METHOD path"
     url: str = ""

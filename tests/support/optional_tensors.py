@@ -1,4 +1,4 @@
-"""The optional tensors of a language model's repository, written into the templates that lack them."""
+"""Add the optional tensors of a language model to the templates that lack them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LAST_OUTPUT = '{ name: "generation_logits" data_type: TYPE_FP32 dims: [ -1, -1,
 
 
 def declared(text: str, flags: bool = True) -> str:
-    """A model's configuration with the optional tensors; without `flags`, with its outputs alone."""
+    """Return a configuration with the optional tensors, or with its outputs only without `flags`."""
     kinds = [
         *((name, "BOOL") for name in FLAGS),
         *((name, "INT32") for name in COUNTS),
@@ -70,7 +70,7 @@ def declared(text: str, flags: bool = True) -> str:
 
 
 def write_declared(repo: Path, engine: Path, *, flags: bool = True, **values: str) -> Path:
-    """The five models of an engine, all of them with the optional tensors; the BLS model is `chat`."""
+    """Write the five models of an engine with the optional tensors. The BLS model is `chat`."""
     settings = {
         "engine_dir": str(engine),
         "tokenizer_dir": str(engine),

@@ -1,6 +1,4 @@
-"""Damaged copies of a config.pbtxt: each of its keys dropped, misspelt, or given a value of another
-type.
-"""
+"""Damaged copies of a config.pbtxt: one key dropped, misspelt or with a value of another type."""
 
 from __future__ import annotations
 
@@ -13,15 +11,16 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class Mutant(NamedTuple):
-    kind: str  # dropped, misspelt, retyped
+    kind: str  # "dropped", "misspelt" or "retyped"
     key: str
-    line: int  # of the key in the undamaged text
+    line: int  # line of the key in the undamaged text
     text: str
 
 
 def mutants(text: str) -> Iterator[Mutant]:
     for match in _fields(text):
-        start, name = match.start(), match["name"]
+        start = match.start()
+        name = match["name"]
         end = _value_end(text, match.end())
         line = text.count("\n", 0, start) + 1
         comma = re.compile(r"\s*,?").match(text, end)
@@ -47,7 +46,8 @@ def _fields(text: str) -> Iterator[re.Match[str]]:
 
 def _value_end(text: str, start: int) -> int:
     if text[start] in _CLOSING:
-        depth, position = 0, start
+        depth = 0
+        position = start
         for token in re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]]|\$?\{|\}').finditer(text, start):
             depth += {"[": 1, "{": 1, "${": 1, "]": -1, "}": -1}.get(token.group(), 0)
             position = token.end()

@@ -1,6 +1,4 @@
-"""Small real models with a tokenizer, saved as transformers saves them, and what transformers
-answers with them.
-"""
+"""Save small transformers models with a tokenizer, and generate text with transformers."""
 
 from __future__ import annotations
 
@@ -12,9 +10,10 @@ from tiny_models import config_of, random_model
 from tokenizers import Tokenizer as TokenizerFile
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-# newline, space and the visible part of ASCII, byte-level spelling
+# newline, space and visible ASCII characters, in byte-level spelling
 LETTERS = ["Ċ", "Ġ", *map(chr, range(33, 127))]
-BEGIN, END = len(LETTERS), len(LETTERS) + 1
+BEGIN = len(LETTERS)
+END = len(LETTERS) + 1
 VOCABULARY = len(LETTERS) + 2
 LETTERS_COUNT = len(LETTERS)
 POSITIONS = 512
@@ -24,7 +23,7 @@ def save_model(folder: Path, family: str = "llama", **options: Any) -> Path:
     sizes = (
         {"n_positions": POSITIONS} if family == "gpt2" else {"max_position_embeddings": POSITIONS}
     )
-    # no end of text among the likely tokens: answers have the length that was asked for
+    # an end token is never likely, so answers have the requested length
     options.setdefault("tie_word_embeddings", False)
     config = config_of(
         family, vocab_size=VOCABULARY, bos_token_id=BEGIN, eos_token_id=END, **sizes, **options
@@ -37,10 +36,10 @@ def save_model(folder: Path, family: str = "llama", **options: Any) -> Path:
 
 
 def decided_model(config: Any) -> Any:
-    """Each token is followed by one far likelier than the rest, so that rounding to 16 bits changes
-    no answer.
+    """Return a model in which one next token is far more likely than the others.
 
-    The layers still have their say: which token that is depends on them at many places.
+    Rounding to 16 bits then does not change an answer. The layers still decide which token that
+    is at many positions.
     """
     import torch
 
@@ -53,7 +52,7 @@ def decided_model(config: Any) -> Any:
         embedding.mul_(6.0)
         followers = torch.randperm(LETTERS_COUNT)
         head = model.get_output_embeddings().weight
-        head.zero_()  # a begin or an end of text is never the likeliest
+        head.zero_()  # the begin and end tokens are never the most likely
         head[followers] = embedding[:LETTERS_COUNT].detach().clone()
     return model
 
@@ -82,9 +81,7 @@ def save_tokenizer(folder: Path) -> None:
 def greedy_text(
     folder: Path, prompt: str, tokens: int, *, special: bool, dtype: str = "float16"
 ) -> str:
-    """What transformers continues a prompt with, its weights rounded as the engine's are, computed
-    in float32.
-    """
+    """Return the continuation of a prompt by transformers, in float32 with weights of `dtype`."""
     import torch
     import transformers as hf
 

@@ -27,7 +27,9 @@ SaveModel = Callable[..., tuple[Path, Any]]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_cast(save_model: SaveModel, tmp_path: Path, dtype: str) -> None:
+def test_weights_are_cast_to_the_requested_type(
+    save_model: SaveModel, tmp_path: Path, dtype: str
+) -> None:
     folder, model = save_model("llama")
     tensors = read_engine_folder(build_engine(folder, tmp_path / "engine", dtype=dtype)).tensors()
     for name, expected in expected_tensors(model).items():
@@ -38,7 +40,7 @@ def test_cast(save_model: SaveModel, tmp_path: Path, dtype: str) -> None:
     ("stored", "expected"),
     [(torch.float16, "float16"), (torch.bfloat16, "bfloat16"), (torch.float32, "bfloat16")],
 )
-def test_automatic_type_keeps_16_bits(
+def test_dtype_auto_keeps_a_16_bit_type(
     save_model: SaveModel, tmp_path: Path, stored: Any, expected: str
 ) -> None:
     folder, _ = save_model("llama", dtype=stored)
@@ -55,7 +57,7 @@ def test_limits_default_to_the_models_length(save_model: SaveModel, tmp_path: Pa
     )
 
 
-def test_blocks_of_rows_join_without_a_seam(
+def test_weights_read_in_small_blocks_are_the_same(
     save_model: SaveModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, model = save_model("gpt2")
@@ -72,7 +74,7 @@ def test_blocks_of_rows_join_without_a_seam(
     [("int8", "W8A16", 0, 0.008), ("int4", "W4A16", 32, 0.1)],
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_weight_only(
+def test_weight_only_engines_are_close_to_the_model(
     save_model: SaveModel,
     tmp_path: Path,
     weight_only: str,
@@ -119,7 +121,7 @@ def test_weight_only(
         assert (dequantise(stored, scales) - weight).norm() < bound * weight.norm(), name
 
 
-def test_int4_nibbles_are_low_first_and_count_from_the_offset() -> None:
+def test_int4_stores_the_low_nibble_first_and_level_8_is_the_offset() -> None:
     row = torch.tensor([[-8.0, 7.0, 0.0, 3.0] * 8]) + 2.0
     stored, scales = quantise_rows(row, 4, 32)
     assert scales.tolist() == [[[1.0, 2.0]]]
@@ -127,7 +129,7 @@ def test_int4_nibbles_are_low_first_and_count_from_the_offset() -> None:
     assert torch.equal(dequantise(stored, scales), row)
 
 
-def test_scales_are_values_the_kernels_can_read_without_loss() -> None:
+def test_scales_are_values_of_bfloat16() -> None:
     rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     for bits, bound in ((8, 0.008), (4, 0.09)):
         stored, scales = quantise_rows(rows, bits, 32)
@@ -135,7 +137,7 @@ def test_scales_are_values_the_kernels_can_read_without_loss() -> None:
         assert (dequantise(stored, scales) - rows).norm() < bound * rows.norm()
 
 
-def test_constant_groups_and_rows_of_zeros_survive() -> None:
+def test_constant_groups_and_rows_of_zeros_are_exact() -> None:
     for bits in (8, 4):
         stored, scales = quantise_rows(torch.zeros(2, 64), bits, 32)
         assert torch.equal(dequantise(stored, scales), torch.zeros(2, 64))
@@ -143,7 +145,9 @@ def test_constant_groups_and_rows_of_zeros_survive() -> None:
     assert torch.equal(dequantise(stored, scales), torch.full((2, 64), 0.5))
 
 
-def test_int4_of_sizes_that_do_not_divide_is_refused(save_model: SaveModel, tmp_path: Path) -> None:
+def test_int4_refuses_sizes_that_are_not_whole_groups(
+    save_model: SaveModel, tmp_path: Path
+) -> None:
     folder, _ = save_model("llama", intermediate_size=90)
     with pytest.raises(ValueError, match=r"multiples of 32.*64, 90 inputs: use int8"):
         build_engine(folder, tmp_path / "engine", weight_only="int4")
@@ -165,9 +169,7 @@ def test_unknown_types_are_refused(
         build_engine(folder, tmp_path / "engine", **options)
 
 
-def test_the_same_build_again_does_nothing_and_another_does(
-    save_model: SaveModel, tmp_path: Path
-) -> None:
+def test_only_a_different_build_writes_again(save_model: SaveModel, tmp_path: Path) -> None:
     folder, _ = save_model("llama")
     engine = build_engine(folder, tmp_path / "engine")
     inode = (engine / "rank0.engine").stat().st_ino
@@ -197,7 +199,7 @@ def test_a_changed_source_or_a_damaged_engine_is_built_again(
     assert not (engine / "tokenizer_config.json").exists()
 
 
-def test_nothing_to_do_and_refusals_are_found_without_torch(
+def test_a_finished_build_and_a_refusal_do_not_import_torch(
     save_model: SaveModel, tmp_path: Path
 ) -> None:
     folder, _ = save_model("llama")
@@ -234,7 +236,7 @@ def test_content_hash_depends_on_content_only(save_model: SaveModel, tmp_path: P
     )
 
 
-def test_progress_grows_to_the_total(save_model: SaveModel, tmp_path: Path) -> None:
+def test_progress_increases_to_the_total(save_model: SaveModel, tmp_path: Path) -> None:
     folder, _ = save_model("llama")
     steps: list[tuple[str, int, int]] = []
     build_engine(folder, tmp_path / "engine", progress=lambda *step: steps.append(step))
@@ -293,7 +295,7 @@ def test_a_failed_build_leaves_nothing(save_model: SaveModel, tmp_path: Path) ->
     assert list(place.iterdir()) == []
 
 
-def test_a_running_build_is_not_cleaned_away_by_another(
+def test_a_build_does_not_remove_the_files_of_a_running_build(
     save_model: SaveModel, tmp_path: Path
 ) -> None:
     folder, _ = save_model("llama")
@@ -310,7 +312,7 @@ def test_a_running_build_is_not_cleaned_away_by_another(
     )
 
 
-def test_other_files_in_the_place_stay(save_model: SaveModel, tmp_path: Path) -> None:
+def test_other_files_in_the_output_folder_are_kept(save_model: SaveModel, tmp_path: Path) -> None:
     folder, _ = save_model("llama")
     engine = tmp_path / "engine"
     engine.mkdir()
@@ -325,7 +327,7 @@ def test_other_files_in_the_place_stay(save_model: SaveModel, tmp_path: Path) ->
     assert blocked.read_text() == "mine"
 
 
-def test_a_full_disk_is_noticed_before_the_first_byte(
+def test_a_full_disk_is_reported_before_anything_is_written(
     save_model: SaveModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = save_model("llama")
@@ -337,7 +339,7 @@ def test_a_full_disk_is_noticed_before_the_first_byte(
     assert not (tmp_path / "new").exists()
 
 
-def test_files_listed_with_their_checksums(save_model: SaveModel, tmp_path: Path) -> None:
+def test_config_lists_the_files_with_their_checksums(save_model: SaveModel, tmp_path: Path) -> None:
     import hashlib
 
     folder, _ = save_model("llama")

@@ -23,7 +23,7 @@ SaveModel = Callable[..., tuple[Path, Any]]
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3", "gpt2", "gemma3", "phi3", "gptj", "gpt_neox", "falcon", "mixtral"]
 )
-def test_the_way_through_a_checkpoint_gives_the_same_engine(
+def test_an_engine_built_from_a_checkpoint_is_the_same(
     save_model: SaveModel, tmp_path: Path, family: str
 ) -> None:
     folder, _ = save_model(family, eos_token_id=[3, 4])
@@ -47,7 +47,7 @@ def test_the_way_through_a_checkpoint_gives_the_same_engine(
 @pytest.mark.parametrize(
     "mapping", [RankMapping(2, 1), RankMapping(1, 2), RankMapping(2, 2)], ids=str
 )
-def test_a_checkpoint_of_several_ranks_gives_the_same_engine(
+def test_an_engine_built_from_several_ranks_is_the_same(
     save_model: SaveModel, tmp_path: Path, family: str, mapping: RankMapping
 ) -> None:
     folder, _ = save_model(family)
@@ -77,7 +77,7 @@ def test_each_rank_holds_its_share_of_every_expert(save_model: SaveModel, tmp_pa
     )
 
 
-def test_names_shapes_and_config(save_model: SaveModel, tmp_path: Path) -> None:
+def test_names_shapes_and_config_of_a_checkpoint(save_model: SaveModel, tmp_path: Path) -> None:
     folder, model = save_model("llama")
     source = open_source(str(folder))
     checkpoint = write_checkpoint(source, tmp_path / "checkpoint", dtype="float16")
@@ -103,7 +103,7 @@ def test_names_shapes_and_config(save_model: SaveModel, tmp_path: Path) -> None:
     )
 
 
-def test_missing_and_extra_tensors_of_a_checkpoint_are_named(
+def test_missing_and_extra_tensors_of_a_checkpoint_are_reported(
     save_model: SaveModel, tmp_path: Path
 ) -> None:
     folder, _ = save_model("llama")
@@ -137,7 +137,7 @@ def test_a_foreign_or_damaged_checkpoint_is_refused(
         open_source(str(checkpoint))
 
 
-def test_a_type_that_is_not_one_is_refused(save_model: SaveModel, tmp_path: Path) -> None:
+def test_an_unknown_dtype_is_refused(save_model: SaveModel, tmp_path: Path) -> None:
     folder, _ = save_model("llama")
     with pytest.raises(ValueError, match="dtype 'int8'"):
         write_checkpoint(open_source(str(folder)), tmp_path / "checkpoint", dtype="int8")

@@ -40,7 +40,7 @@ def edit_config(engine: Path, change: Callable[[dict[str, Any]], object]) -> Non
     (engine / "config.json").write_text(json.dumps(config))
 
 
-def test_config_comes_back_as_it_was_built(engine: Path, tmp_path: Path) -> None:
+def test_the_config_is_read_as_it_was_built(engine: Path, tmp_path: Path) -> None:
     folder = read_engine_folder(engine)
     assert folder.spec == open_source(str(tmp_path / "hf-llama")).spec
     assert (folder.path, folder.dtype, folder.quantisation) == (engine, "bfloat16", Quantisation())
@@ -60,7 +60,7 @@ def test_config_comes_back_as_it_was_built(engine: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("wanted", "got"), [(None, 70), (20, 20), (90, 90)])
-def test_a_step_has_no_more_tokens_than_the_build_allows_unless_it_is_asked_for(
+def test_the_build_limits_step_tokens_unless_the_settings_do(
     engine: Path, wanted: int | None, got: int
 ) -> None:
     settings = EngineSettings(
@@ -69,7 +69,7 @@ def test_a_step_has_no_more_tokens_than_the_build_allows_unless_it_is_asked_for(
     assert start_engine(engine, settings).scheduler.step_tokens == got
 
 
-def test_config_reader_needs_no_torch(engine: Path) -> None:
+def test_reading_the_config_does_not_import_torch(engine: Path) -> None:
     code = (
         "import sys; from slipstream.weights.engine_config import read_engine_config; "
         "read_engine_config(sys.argv[1]); assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
@@ -77,7 +77,9 @@ def test_config_reader_needs_no_torch(engine: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(engine)], check=True)
 
 
-def test_gpu_child_and_missing_gpu_child_are_found(engine: Path, tmp_path: Path) -> None:
+def test_a_gpu_child_folder_is_found_and_a_missing_one_ignored(
+    engine: Path, tmp_path: Path
+) -> None:
     assert read_engine_config(engine / "1-gpu").path == engine
     parent = tmp_path / "engines"
     parent.mkdir()
@@ -110,7 +112,7 @@ def test_gpu_child_and_missing_gpu_child_are_found(engine: Path, tmp_path: Path)
         ),
     ],
 )
-def test_a_config_that_cannot_be_used_is_one_line(engine: Path, change: Any, message: str) -> None:
+def test_an_unusable_config_is_refused_in_one_line(engine: Path, change: Any, message: str) -> None:
     edit_config(engine, change)
     with pytest.raises(EngineFolderError, match=message) as refusal:
         read_engine_folder(engine)
@@ -128,13 +130,15 @@ def test_a_config_that_cannot_be_used_is_one_line(engine: Path, change: Any, mes
         ("{}", "another program's"),
     ],
 )
-def test_a_foreign_config_is_recognised(engine: Path, content: str, message: str) -> None:
+def test_a_config_of_another_program_is_named_in_the_error(
+    engine: Path, content: str, message: str
+) -> None:
     (engine / "config.json").write_text(content)
     with pytest.raises(EngineFolderError, match=message):
         read_engine_config(engine)
 
 
-def test_a_folder_without_config_and_no_folder(tmp_path: Path) -> None:
+def test_a_missing_folder_or_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineFolderError, match=r"no config\.json in it"):
         read_engine_config(tmp_path)
     with pytest.raises(EngineFolderError, match="no such folder"):
@@ -150,7 +154,7 @@ def test_a_folder_without_config_and_no_folder(tmp_path: Path) -> None:
         (lambda path: path.unlink(), "missing"),
     ],
 )
-def test_damaged_weights_are_one_line(
+def test_damaged_weights_are_refused_in_one_line(
     engine: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     damage(engine / "rank0.engine")
@@ -160,7 +164,7 @@ def test_damaged_weights_are_one_line(
     assert "import the model again" in str(refusal.value)
 
 
-def test_weights_of_another_model_are_refused_by_name(engine: Path) -> None:
+def test_weights_of_another_model_are_refused_with_tensor_names(engine: Path) -> None:
     path = engine / "rank0.engine"
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
     del tensors["transformer.ln_f.weight"]

@@ -25,12 +25,12 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def spec_of(config: dict[str, Any]) -> ModelSpec:
+def read_spec(config: dict[str, Any]) -> ModelSpec:
     return find_family(config).spec(config)
 
 
-def test_llama_defaults_are_those_of_the_class() -> None:
-    spec = spec_of(LLAMA)
+def test_llama_defaults() -> None:
+    spec = read_spec(LLAMA)
     assert spec == ModelSpec(
         architecture="LlamaForCausalLM",
         vocab_size=1000,
@@ -47,7 +47,7 @@ def test_llama_defaults_are_those_of_the_class() -> None:
 
 
 def test_llama_options_are_read() -> None:
-    spec = spec_of(
+    spec = read_spec(
         {
             **LLAMA,
             "head_dim": 24,
@@ -75,8 +75,8 @@ def test_llama_options_are_read() -> None:
     assert spec.activation == "gelu"
 
 
-def test_rope_theta_in_rope_parameters_wins_over_the_top_level() -> None:
-    spec = spec_of(
+def test_rope_theta_in_rope_parameters_overrides_the_top_level() -> None:
+    spec = read_spec(
         {
             **LLAMA,
             "rope_theta": 1.0,
@@ -89,20 +89,20 @@ def test_rope_theta_in_rope_parameters_wins_over_the_top_level() -> None:
 
 @pytest.mark.parametrize("type_key", ["type", "rope_type"])
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
-def test_scaling_in_both_spellings_and_places(type_key: str, place: str) -> None:
-    spec = spec_of({**LLAMA, place: {type_key: "linear", "factor": 4.0}})
+def test_rope_scaling_is_read_under_both_keys_and_in_both_places(type_key: str, place: str) -> None:
+    spec = read_spec({**LLAMA, place: {type_key: "linear", "factor": 4.0}})
     assert spec.rope_scaling == RopeScaling("linear", 4.0, 512)
     assert spec.max_positions == 2048
 
 
-def test_dynamic_stretches_the_configs_own_length() -> None:
-    spec = spec_of({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}})
+def test_dynamic_scaling_extends_the_config_length() -> None:
+    spec = read_spec({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}})
     assert spec.rope_scaling == RopeScaling("dynamic", 2.0, 512)
     assert spec.max_positions == 1024
 
 
-def test_llama3_scaling() -> None:
-    spec = spec_of(
+def test_llama3_scaling_is_read() -> None:
+    spec = read_spec(
         {
             **LLAMA,
             "rope_scaling": {
@@ -120,8 +120,8 @@ def test_llama3_scaling() -> None:
     assert spec.max_positions == 512
 
 
-def test_yarn_with_the_trained_length_in_the_config_serves_the_stretched_one() -> None:
-    spec = spec_of(
+def test_yarn_with_the_trained_length_in_the_config_serves_the_extended_length() -> None:
+    spec = read_spec(
         {
             **LLAMA,
             "rope_scaling": {
@@ -141,8 +141,8 @@ def test_yarn_with_the_trained_length_in_the_config_serves_the_stretched_one() -
     assert spec.max_positions == 2048
 
 
-def test_longrope_takes_its_factor_from_the_two_lengths() -> None:
-    spec = spec_of(
+def test_longrope_factor_is_the_ratio_of_the_two_lengths() -> None:
+    spec = read_spec(
         {
             **LLAMA,
             "original_max_position_embeddings": 128,
@@ -158,15 +158,15 @@ def test_longrope_takes_its_factor_from_the_two_lengths() -> None:
 
 def test_unknown_rope_type_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match=r"'mrope'.*linear"):
-        spec_of({**LLAMA, "rope_scaling": {"type": "mrope"}})
+        read_spec({**LLAMA, "rope_scaling": {"type": "mrope"}})
 
 
 @pytest.mark.parametrize(
     ("given", "window"),
     [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 32}, 32)],
 )
-def test_mistral_window(given: dict[str, Any], window: int | None) -> None:
-    spec = spec_of(
+def test_mistral_sliding_window_is_read(given: dict[str, Any], window: int | None) -> None:
+    spec = read_spec(
         {**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, **given}
     )
     assert (spec.sliding_window, spec.sliding_layers) == (window, None)
@@ -196,16 +196,16 @@ def test_mistral_window(given: dict[str, Any], window: int | None) -> None:
         ),
     ],
 )
-def test_qwen_sliding_layers(
+def test_qwen_sliding_window_layers_are_read(
     architecture: str, given: dict[str, Any], window: int | None, layers: Any
 ) -> None:
-    spec = spec_of({**LLAMA, "architectures": [architecture], **given})
+    spec = read_spec({**LLAMA, "architectures": [architecture], **given})
     assert (spec.sliding_window, spec.sliding_layers) == (window, layers)
 
 
 def test_qwen_families_differ_in_biases_norms_and_head_size() -> None:
-    two = spec_of({**LLAMA, "architectures": ["Qwen2ForCausalLM"]})
-    three = spec_of({**LLAMA, "architectures": ["Qwen3ForCausalLM"]})
+    two = read_spec({**LLAMA, "architectures": ["Qwen2ForCausalLM"]})
+    three = read_spec({**LLAMA, "architectures": ["Qwen3ForCausalLM"]})
     assert (two.qkv_bias, two.o_proj_bias, two.qk_norm, two.head_size) == (True, False, False, 16)
     assert (three.qkv_bias, three.o_proj_bias, three.qk_norm, three.head_size) == (
         False,
@@ -215,8 +215,8 @@ def test_qwen_families_differ_in_biases_norms_and_head_size() -> None:
     )
 
 
-def test_gpt2() -> None:
-    spec = spec_of(
+def test_gpt2_spec() -> None:
+    spec = read_spec(
         {
             "model_type": "gpt2",
             "vocab_size": 100,
@@ -250,7 +250,7 @@ def test_gpt2() -> None:
 
 def test_gpt2_option_that_changes_the_mathematics_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="scale_attn_by_inverse_layer_idx"):
-        spec_of(
+        read_spec(
             {
                 "model_type": "gpt2",
                 "vocab_size": 100,
@@ -262,7 +262,7 @@ def test_gpt2_option_that_changes_the_mathematics_is_refused() -> None:
         )
 
 
-def test_unsupported_architecture_lists_the_supported_and_the_strange_tensors() -> None:
+def test_unsupported_architecture_error_lists_supported_ones_and_unknown_tensors() -> None:
     names = [
         "model.layers.0.self_attn.q_proj.weight",
         "model.layers.0.mlp.experts.3.w1.weight",
@@ -280,9 +280,9 @@ def test_unsupported_architecture_lists_the_supported_and_the_strange_tensors() 
     )
 
 
-def test_a_missing_size_is_named() -> None:
+def test_a_missing_size_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="'intermediate_size'"):
-        spec_of({key: value for key, value in LLAMA.items() if key != "intermediate_size"})
+        read_spec({key: value for key, value in LLAMA.items() if key != "intermediate_size"})
 
 
 OTHER_NAMES: dict[str, Any] = {
@@ -315,13 +315,13 @@ def test_every_parameter_of_a_spec_has_a_recipe_in_its_family(family: Family) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
-def test_a_spec_survives_its_config(family: Family) -> None:
+def test_a_spec_is_the_same_after_writing_and_reading_its_config(family: Family) -> None:
     spec = family.spec({**LLAMA, **OTHER_NAMES, "sliding_window": 32})
     assert ModelSpec.from_config(json.loads(json.dumps(spec.to_config()))) == spec
 
 
-def test_a_config_written_before_there_were_experts_or_caps_reads_as_it_did() -> None:
-    spec = spec_of(LLAMA)
+def test_an_old_config_without_experts_and_softcaps_is_still_read() -> None:
+    spec = read_spec(LLAMA)
     new = (
         "norm_offset",
         "inter_layernorms",
@@ -346,18 +346,18 @@ def test_a_config_written_before_there_were_experts_or_caps_reads_as_it_did() ->
     )
 
 
-def named(architecture: str, **options: Any) -> dict[str, Any]:
+def make_config(architecture: str, **options: Any) -> dict[str, Any]:
     return {**LLAMA, **OTHER_NAMES, "architectures": [architecture], **options}
 
 
-def test_gemma() -> None:
-    spec = spec_of(named("GemmaForCausalLM", hidden_act="gelu"))
+def test_gemma_spec() -> None:
+    spec = read_spec(make_config("GemmaForCausalLM", hidden_act="gelu"))
     assert (spec.norm_offset, spec.embedding_scale, spec.head_size) == (1.0, 8.0, 256)
     assert (spec.activation, spec.tied_embeddings, spec.output_norms) == ("gelu_tanh", True, False)
 
 
-def test_gemma2_defaults_are_those_of_the_class() -> None:
-    spec = spec_of(named("Gemma2ForCausalLM"))
+def test_gemma2_defaults() -> None:
+    spec = read_spec(make_config("Gemma2ForCausalLM"))
     assert (spec.attention_softcap, spec.final_softcap, spec.attention_scale) == (
         50.0,
         30.0,
@@ -367,9 +367,9 @@ def test_gemma2_defaults_are_those_of_the_class() -> None:
     assert spec.output_norms
 
 
-def test_gemma2_without_caps_or_windows() -> None:
-    spec = spec_of(
-        named(
+def test_gemma2_without_softcaps_or_windows() -> None:
+    spec = read_spec(
+        make_config(
             "Gemma2ForCausalLM",
             attn_logit_softcapping=None,
             final_logit_softcapping=None,
@@ -395,8 +395,8 @@ def test_gemma2_without_caps_or_windows() -> None:
         },
     ],
 )
-def test_gemma3_rotary_parameters_in_both_spellings(given: dict[str, Any]) -> None:
-    spec = spec_of(named("Gemma3ForCausalLM", sliding_window_pattern=3, **given))
+def test_gemma3_rope_parameters_are_read_in_both_forms(given: dict[str, Any]) -> None:
+    spec = read_spec(make_config("Gemma3ForCausalLM", sliding_window_pattern=3, **given))
     assert (spec.rope_theta, spec.sliding_rope_theta, spec.rope_scaling) == (
         5e5,
         2e4,
@@ -406,7 +406,7 @@ def test_gemma3_rotary_parameters_in_both_spellings(given: dict[str, Any]) -> No
     assert [spec.theta_of_layer(layer) for layer in range(3)] == [2e4, 2e4, None]
 
 
-def test_gemma3_that_sees_is_served_by_its_text_config_and_the_classs_defaults() -> None:
+def test_multimodal_gemma3_is_read_from_its_text_config_with_defaults() -> None:
     config = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
@@ -419,7 +419,7 @@ def test_gemma3_that_sees_is_served_by_its_text_config_and_the_classs_defaults()
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     }
-    spec = spec_of(config)
+    spec = read_spec(config)
     assert (spec.vocab_size, spec.heads, spec.kv_heads, spec.head_size) == (262208, 8, 4, 256)
     assert (spec.max_positions, spec.rope_theta, spec.sliding_rope_theta) == (131072, 1e6, 1e4)
     assert spec.sliding_layers is not None
@@ -439,9 +439,9 @@ def test_gemma3_that_sees_is_served_by_its_text_config_and_the_classs_defaults()
         assert weights.ignores(weights.canonical(other))
 
 
-def test_phi3() -> None:
-    spec = spec_of(
-        named(
+def test_phi3_spec() -> None:
+    spec = read_spec(
+        make_config(
             "Phi3ForCausalLM",
             sliding_window=2047,
             partial_rotary_factor=0.75,
@@ -454,9 +454,9 @@ def test_phi3() -> None:
     assert (spec.rope_scaling.kind, spec.rope_scaling.original_positions) == ("longrope", 128)
 
 
-def test_the_two_halves_of_phi3_come_from_one_tensor() -> None:
-    config = named("Phi3ForCausalLM")
-    spec, weights = spec_of(config), find_family(config).weights
+def test_phi3_fc_and_gate_are_halves_of_one_tensor() -> None:
+    config = make_config("Phi3ForCausalLM")
+    spec, weights = read_spec(config), find_family(config).weights
     halves = [
         weights.recipe(f"transformer.layers.2.mlp.{half}.weight", spec) for half in ("fc", "gate")
     ]
@@ -464,22 +464,24 @@ def test_the_two_halves_of_phi3_come_from_one_tensor() -> None:
     assert [half.rows() for half in halves if half.rows] == [range(160), range(160, 320)]
 
 
-def test_heads_stored_together_are_taken_apart() -> None:
-    spec = replace(spec_of(LLAMA), heads=4, kv_heads=2, head_size=2)
+def test_rows_of_interleaved_q_k_v_heads_are_reordered() -> None:
+    spec = replace(read_spec(LLAMA), heads=4, kv_heads=2, head_size=2)
     # stored: q0 q1 k0 v0 q2 q3 k1 v1, two rows each
     assert grouped_heads(spec) == [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
 
 
-def test_neighbours_that_turn_together_become_halves() -> None:
-    spec = replace(spec_of(LLAMA), heads=1, kv_heads=1, head_size=6, rotary_fraction=4 / 6)
+def test_interleaved_rope_pairs_become_halves() -> None:
+    spec = replace(read_spec(LLAMA), heads=1, kv_heads=1, head_size=6, rotary_fraction=4 / 6)
     assert paired_rotation(spec) == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11, 12, 13, 14, 15, 16, 17]
 
 
-def test_falcon_of_three_generations() -> None:
-    seven = spec_of(named("FalconForCausalLM"))
-    forty = spec_of(named("FalconForCausalLM", new_decoder_architecture=True, num_kv_heads=2))
-    first = spec_of(
-        named("FalconForCausalLM", multi_query=False, parallel_attn=False, num_kv_heads=4)
+def test_three_variants_of_falcon() -> None:
+    seven = read_spec(make_config("FalconForCausalLM"))
+    forty = read_spec(
+        make_config("FalconForCausalLM", new_decoder_architecture=True, num_kv_heads=2)
+    )
+    first = read_spec(
+        make_config("FalconForCausalLM", multi_query=False, parallel_attn=False, num_kv_heads=4)
     )
     assert [
         (spec.kv_heads, spec.parallel_residual, spec.shared_norm) for spec in (seven, forty, first)
@@ -487,17 +489,17 @@ def test_falcon_of_three_generations() -> None:
     assert seven.tied_embeddings
 
 
-def test_experts() -> None:
-    mixtral = spec_of(named("MixtralForCausalLM", num_local_experts=8))
-    qwen = spec_of(named("Qwen3MoeForCausalLM", moe_intermediate_size=32, head_dim=128))
+def test_expert_sizes_are_read() -> None:
+    mixtral = read_spec(make_config("MixtralForCausalLM", num_local_experts=8))
+    qwen = read_spec(make_config("Qwen3MoeForCausalLM", moe_intermediate_size=32, head_dim=128))
     assert (mixtral.experts, mixtral.rope_theta) == (Experts(8, 2, 160), 1e6)
     assert (qwen.experts, qwen.head_size, qwen.qk_norm) == (
         Experts(4, 2, 32, normalised=False),
         128,
         True,
     )
-    shared = spec_of(
-        named("Qwen2MoeForCausalLM", norm_topk_prob=True, shared_expert_intermediate_size=48)
+    shared = read_spec(
+        make_config("Qwen2MoeForCausalLM", norm_topk_prob=True, shared_expert_intermediate_size=48)
     )
     assert (shared.experts, shared.qkv_bias) == (Experts(4, 2, 1408, shared_ffn_size=48), True)
 
@@ -510,8 +512,10 @@ def test_experts() -> None:
         ({"decoder_sparse_step": 1, "mlp_only_layers": []}, None),
     ],
 )
-def test_layers_without_experts(options: dict[str, Any], layers: tuple[bool, ...] | None) -> None:
-    spec = spec_of(named("Qwen3MoeForCausalLM", moe_intermediate_size=32, **options))
+def test_layers_without_experts_are_read(
+    options: dict[str, Any], layers: tuple[bool, ...] | None
+) -> None:
+    spec = read_spec(make_config("Qwen3MoeForCausalLM", moe_intermediate_size=32, **options))
     assert spec.experts is not None
     assert spec.experts.layers == layers
     assert ModelSpec.from_config(json.loads(json.dumps(spec.to_config()))) == spec
@@ -524,8 +528,10 @@ def test_layers_without_experts(options: dict[str, Any], layers: tuple[bool, ...
     assert spec.ffn_sizes == ((32,) if layers is None else (32, 160))
 
 
-def test_opt_with_norms_after_and_narrow_embeddings() -> None:
-    spec = spec_of(named("OPTForCausalLM", do_layer_norm_before=False, word_embed_proj_dim=32))
+def test_opt_with_post_norms_and_small_embeddings() -> None:
+    spec = read_spec(
+        make_config("OPTForCausalLM", do_layer_norm_before=False, word_embed_proj_dim=32)
+    )
     assert (spec.norms_after, spec.final_norm, spec.embedding_width) == (True, False, 32)
     for other in ("final_norm", "output_norms", "parallel_residual"):
         with pytest.raises(
@@ -577,8 +583,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("architecture", "options", "message"), REFUSED)
-def test_an_unknown_variant_is_refused_by_the_name_of_its_field(
+def test_an_unsupported_option_is_refused_with_its_field_name(
     architecture: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        spec_of(named(architecture, **options))
+        read_spec(make_config(architecture, **options))

@@ -1,6 +1,4 @@
-"""Eight-bit floating point: what the build stores, and that a machine without the instructions
-still serves it.
-"""
+"""FP8 engines: what the build stores, and that a machine without FP8 instructions serves them."""
 
 import json
 from dataclasses import replace
@@ -27,7 +25,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def eight_bits(plain: Path) -> Path:
+def fp8_engine(plain: Path) -> Path:
     return build_engine(
         plain.parent / "model",
         plain.parent / "fp8",
@@ -37,7 +35,7 @@ def eight_bits(plain: Path) -> Path:
     )
 
 
-def test_a_rows_largest_weight_is_exact_and_the_others_within_half_a_step() -> None:
+def test_the_largest_weight_of_a_row_is_exact_and_others_within_half_a_step() -> None:
     rows = torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
     stored, scales = quantise_fp8(rows)
     assert stored.dtype == torch.float8_e4m3fn
@@ -47,10 +45,8 @@ def test_a_rows_largest_weight_is_exact_and_the_others_within_half_a_step() -> N
     assert torch.equal(dequantise(*quantise_fp8(torch.zeros(2, 8))), torch.zeros(2, 8))
 
 
-def test_linears_are_stored_in_eight_bits_and_the_head_is_not(
-    plain: Path, eight_bits: Path
-) -> None:
-    folder = read_engine_folder(eight_bits)
+def test_linears_are_stored_in_fp8_and_the_head_is_not(plain: Path, fp8_engine: Path) -> None:
+    folder = read_engine_folder(fp8_engine)
     assert (folder.quantisation.algorithm, folder.quantisation.kv_cache) == ("FP8", "FP8")
     tensors, exact = folder.tensors(), read_engine_folder(plain).tensors()
     name = "transformer.layers.0.mlp.gate_up"
@@ -60,7 +56,7 @@ def test_linears_are_stored_in_eight_bits_and_the_head_is_not(
     assert torch.equal(tensors["lm_head.weight"], exact["lm_head.weight"])
 
 
-def eight_bit_names(spec: ModelSpec, quantisation: Quantisation) -> set[str]:
+def fp8_names(spec: ModelSpec, quantisation: Quantisation) -> set[str]:
     layout = engine_layout(spec, "bfloat16", quantisation)
     return {
         name.removeprefix("transformer.layers.")
@@ -69,8 +65,8 @@ def eight_bit_names(spec: ModelSpec, quantisation: Quantisation) -> set[str]:
     }
 
 
-def test_which_linears_take_eight_bits_depends_on_the_width(eight_bits: Path) -> None:
-    spec = read_engine_folder(eight_bits).spec
+def test_the_hidden_size_decides_which_linears_are_in_fp8(fp8_engine: Path) -> None:
+    spec = read_engine_folder(fp8_engine).spec
     last = spec.layers - 1
     every = {
         f"{layer}.{part}.weight"
@@ -78,20 +74,20 @@ def test_which_linears_take_eight_bits_depends_on_the_width(eight_bits: Path) ->
         for part in ("attention.qkv", "attention.dense", "mlp.gate_up", "mlp.proj")
     }
     wide = replace(spec, hidden_size=2048)
-    assert eight_bit_names(wide, choose_quantisation(wide, "fp8")) == every
+    assert fp8_names(wide, choose_quantisation(wide, "fp8")) == every
     narrow = replace(spec, hidden_size=2032)
-    assert eight_bit_names(narrow, choose_quantisation(narrow, "fp8")) == {
+    assert fp8_names(narrow, choose_quantisation(narrow, "fp8")) == {
         name
         for name in every
         if name.endswith(("dense.weight", "gate_up.weight")) and not name.startswith(f"{last}.")
     }
-    assert eight_bit_names(spec, Quantisation("FP8")) == every, (
+    assert fp8_names(spec, Quantisation("FP8")) == every, (
         "as folders hold them that were built before"
     )
     assert choose_quantisation(spec, "int8").excluded == ()
 
 
-def test_experts_of_a_narrow_model_add_in_16_bits() -> None:
+def test_expert_projections_of_a_small_model_stay_in_16_bits() -> None:
     experts = Experts(count=4, per_token=2, ffn_size=32, shared_ffn_size=32)
     spec = ModelSpec(
         architecture="Qwen2MoeForCausalLM",
@@ -105,28 +101,29 @@ def test_experts_of_a_narrow_model_add_in_16_bits() -> None:
         max_positions=64,
         experts=experts,
     )
-    assert eight_bit_names(spec, choose_quantisation(spec, "fp8")) == {
+    assert fp8_names(spec, choose_quantisation(spec, "fp8")) == {
         "0.attention.dense.weight",
         "0.mlp.experts.gate_up.weight",
         "0.mlp.shared.gate_up.weight",
     }
 
 
-def test_an_engine_says_what_it_left_in_16_bits(eight_bits: Path) -> None:
-    config = json.loads((eight_bits / "config.json").read_text())
-    folder = read_engine_folder(eight_bits)
+def test_the_config_lists_the_linears_left_in_16_bits(fp8_engine: Path) -> None:
+    config = json.loads((fp8_engine / "config.json").read_text())
+    folder = read_engine_folder(fp8_engine)
     excluded = ["*.attention.qkv", "*.mlp.*proj", f"*.layers.{folder.spec.layers - 1}.*"]
     assert config["pretrained_config"]["quantization"]["exclude_modules"] == excluded
     assert folder.quantisation.excluded == tuple(excluded)
 
 
-def test_a_cpu_serves_what_the_eight_bits_stand_for(plain: Path, eight_bits: Path) -> None:
-    """The same tokens as an engine whose weights are the rounded ones; another cache type changes
-    nothing here.
+def test_a_cpu_engine_computes_with_the_dequantised_weights(plain: Path, fp8_engine: Path) -> None:
+    """The engine gives the same tokens as one whose weights are rounded.
+
+    The type of the KV cache has no effect on a CPU.
     """
     settings = EngineSettings(dtype="float32", cache_tokens=512, max_rows=2)
     request = GenerateRequest(0, [5, 9, 17, 30], SamplingParams(max_tokens=24, log_probs=True))
-    loop = start_engine(eight_bits, settings)
+    loop = start_engine(fp8_engine, settings)
     assert loop.runner.cache.dtype == torch.float32
     answers = run_all(loop, [request])
     rounded = start_engine(plain, settings)

@@ -29,7 +29,7 @@ from slipstream.weights.sources.source import SourceError
 TOKENIZER = plain_tokenizer(VOCABULARY)
 
 
-def engine_of(path: Path) -> dict[str, torch.Tensor]:
+def build_tensors(path: Path) -> dict[str, torch.Tensor]:
     return read_engine_folder(build_engine(path, path.parent / "engine", dtype="float32")).tensors()
 
 
@@ -45,21 +45,21 @@ def engine_of(path: Path) -> dict[str, torch.Tensor]:
         ("gpt2", {}),
     ],
 )
-def test_a_file_gives_the_engine_of_the_model_it_was_made_of(
+def test_a_gguf_file_gives_the_same_engine_as_its_model(
     tmp_path: Path, family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # several blocks a tensor, heads kept together
+    # several blocks per tensor, each with complete heads
     monkeypatch.setattr(source_module, "BLOCK_BYTES", 5000)
     model = random_model(config_of(family, **options))
     write_gguf(tmp_path / "model.gguf", model, metadata=TOKENIZER)
-    found, expected = engine_of(tmp_path / "model.gguf"), expected_tensors(model)
+    found, expected = build_tensors(tmp_path / "model.gguf"), expected_tensors(model)
     assert sorted(found) == sorted(expected)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
-def test_spec_is_that_of_the_hugging_face_folder(tmp_path: Path, family: str) -> None:
+def test_the_spec_equals_that_of_the_hugging_face_folder(tmp_path: Path, family: str) -> None:
     model = random_model(config_of(family))
     model.save_pretrained(tmp_path / "hf")
     write_gguf(tmp_path / "model.gguf", model, metadata=TOKENIZER)
@@ -136,10 +136,10 @@ def test_a_file_of_another_family_computes_what_transformers_does(
 @pytest.mark.parametrize(
     "kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
 )
-def test_quantised_tensors(tmp_path: Path, kind: Kind) -> None:
+def test_quantised_tensors_are_dequantised(tmp_path: Path, kind: Kind) -> None:
     model = random_model(config_of("qwen2"))
     stored = write_gguf(tmp_path / "model.gguf", model, kind, metadata=TOKENIZER)
-    found = engine_of(tmp_path / "model.gguf")
+    found = build_tensors(tmp_path / "model.gguf")
     layer = "transformer.layers.1."
     assert torch.equal(
         found["transformer.vocab_embedding.weight"], as_tensor(stored["token_embd.weight"])
@@ -151,7 +151,7 @@ def test_quantised_tensors(tmp_path: Path, kind: Kind) -> None:
     assert (found[layer + "mlp.proj.weight"] - original).norm() < 0.12 * original.norm()
 
 
-def test_q4_1_by_the_formats_own_definition(tmp_path: Path) -> None:
+def test_q4_1_follows_the_definition_of_the_format(tmp_path: Path) -> None:
     """A block: scale and minimum as half floats, then 16 bytes; value i is in the low nibble of
     byte i for i < 16, in the high nibble of byte i - 16 after that.
     """
@@ -161,13 +161,13 @@ def test_q4_1_by_the_formats_own_definition(tmp_path: Path) -> None:
     block = file.read_raw_rows("token_embd.weight", 3, 4)[0, :20].tobytes()
     scale, minimum = np.frombuffer(block[:4], np.float16).astype(np.float32)
     levels = [byte & 15 for byte in block[4:]] + [byte >> 4 for byte in block[4:]]
-    found = engine_of(tmp_path / "model.gguf")["transformer.vocab_embedding.weight"][3, :32]
+    found = build_tensors(tmp_path / "model.gguf")["transformer.vocab_embedding.weight"][3, :32]
     assert torch.equal(found, torch.tensor([scale * level + minimum for level in levels]))
 
 
 @pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
-def test_k_quants(tmp_path: Path, kind: Kind) -> None:
-    """The package cannot write these; any bytes whose half floats are finite are a valid tensor."""
+def test_k_quants_are_dequantised(tmp_path: Path, kind: Kind) -> None:
+    """The package cannot write these types. Any bytes with finite half floats are a valid tensor."""
     path = tmp_path / "model.gguf"
     values, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(3).integers(
@@ -182,10 +182,12 @@ def test_k_quants(tmp_path: Path, kind: Kind) -> None:
     expected = stored["token_embd.weight"]
     assert np.isfinite(expected).all()
     assert len(np.unique(expected)) > 100
-    assert torch.equal(engine_of(path)["transformer.vocab_embedding.weight"], as_tensor(expected))
+    assert torch.equal(
+        build_tensors(path)["transformer.vocab_embedding.weight"], as_tensor(expected)
+    )
 
 
-def test_rope_divisors_become_a_scaling_of_all_lengths(tmp_path: Path) -> None:
+def test_rope_freqs_become_longrope_factors(tmp_path: Path) -> None:
     divisors = np.linspace(1, 8, 8, dtype=np.float32)
     model = random_model(config_of("llama"))
     write_gguf(
@@ -220,7 +222,7 @@ def test_rope_divisors_become_a_scaling_of_all_lengths(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "none"}, None, 128),
     ],
 )
-def test_rope_scaling_of_the_metadata(
+def test_rope_scaling_is_read_from_the_metadata(
     tmp_path: Path, metadata: dict[str, Any], scaling: RopeScaling | None, positions: int
 ) -> None:
     write_gguf(
@@ -248,7 +250,9 @@ def test_rope_scaling_of_the_metadata(
         ({"tokenizer.ggml.tokens": ["a", "<|eot_id|>"]}, GenerationDefaults((5, 1))),
     ],
 )
-def test_end_ids(tmp_path: Path, metadata: dict[str, Any], expected: GenerationDefaults) -> None:
+def test_special_tokens_are_read(
+    tmp_path: Path, metadata: dict[str, Any], expected: GenerationDefaults
+) -> None:
     write_gguf(
         tmp_path / "model.gguf",
         random_model(config_of("llama")),
@@ -275,7 +279,7 @@ def test_end_ids(tmp_path: Path, metadata: dict[str, Any], expected: GenerationD
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused(
+def test_unsupported_files_are_refused(
     tmp_path: Path, metadata: Any, error: Any, message: str
 ) -> None:
     path = tmp_path / "model.gguf"
@@ -319,7 +323,9 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (-1, "cut short: tensor .* ends at byte"),
     ],
 )
-def test_cut_files(tmp_path: Path, small_file: Path, keep: int, message: str) -> None:
+def test_files_that_are_cut_short_are_refused(
+    tmp_path: Path, small_file: Path, keep: int, message: str
+) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(small_file.read_bytes()[:keep])
     with pytest.raises(SourceError, match=message):
@@ -339,7 +345,7 @@ def test_old_versions_and_big_endian_are_refused(tmp_path: Path, small_file: Pat
 @given(
     changes=st.lists(st.tuples(st.integers(4, 3000), st.integers(0, 255)), min_size=1, max_size=4)
 )
-def test_a_mutated_header_is_read_or_refused_never_anything_else(
+def test_a_mutated_header_is_read_or_refused_without_another_error(
     small_file: Path, changes: list[tuple[int, int]]
 ) -> None:
     content = bytearray(small_file.read_bytes())

@@ -1,4 +1,4 @@
-"""Tokenizers trained here, written as GGUF metadata, read back: they must cut every text alike."""
+"""Tokenizers written as GGUF metadata and read back encode every text in the same way."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ any_text = st.text(
 )
 
 
-def byte_level(*, cut: Any, normalizer: Any = None, ignore_merges: bool = False) -> Tokenizer:
-    """As the fast tokenizers of these models are put together on the hub, trained on the texts
-    above.
-    """
+def byte_level(
+    *, pre_tokenizer: Any, normalizer: Any = None, ignore_merges: bool = False
+) -> Tokenizer:
+    """Return a tokenizer like the fast ones of these models at the hub, trained on the texts above."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = cut
+    tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=420,
@@ -79,14 +79,14 @@ def split(pattern: str) -> Any:
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 HUB_TOKENIZERS = {
-    "gpt-2": byte_level(cut=GPT2),
+    "gpt-2": byte_level(pre_tokenizer=GPT2),
     "smollm": byte_level(
-        cut=pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])
+        pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])
     ),
-    "llama-bpe": byte_level(cut=split(LLAMA3), ignore_merges=True),
-    "qwen2": byte_level(cut=split(QWEN2), normalizer=normalizers.NFC()),
+    "llama-bpe": byte_level(pre_tokenizer=split(LLAMA3), ignore_merges=True),
+    "qwen2": byte_level(pre_tokenizer=split(QWEN2), normalizer=normalizers.NFC()),
     "falcon": byte_level(
-        cut=pre_tokenizers.Sequence(
+        pre_tokenizer=pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Punctuation("contiguous"),
                 GPT2,
@@ -122,17 +122,17 @@ READ_BACK = {
 @pytest.mark.parametrize("pre", HUB_TOKENIZERS)
 @settings(max_examples=150, deadline=None)
 @given(text=any_text)
-def test_byte_level_equals_the_hubs_on_any_text(pre: str, text: str) -> None:
+def test_byte_level_encodes_any_text_like_the_hub_tokenizer(pre: str, text: str) -> None:
     expected = HUB_TOKENIZERS[pre].encode(text).ids
     assert READ_BACK[pre].encode(text).ids == expected
     assert READ_BACK[pre].decode(expected) == HUB_TOKENIZERS[pre].decode(expected)
 
 
 @pytest.mark.parametrize("pre", HUB_TOKENIZERS)
-def test_byte_level_equals_the_hubs_on_the_texts_with_special_tokens(pre: str) -> None:
+def test_byte_level_encodes_special_tokens_like_the_hub_tokenizer(pre: str) -> None:
     text = "<|im_start|>user\n" + "<|im_end|>\n<tool>".join(TEXTS)
     expected = HUB_TOKENIZERS[pre].encode(text).ids
-    # merges were learnt, or the cuts would not matter
+    # without learnt merges the splits would have no effect
     assert len(expected) < 0.8 * len(text.encode())
     assert READ_BACK[pre].encode(text).ids == expected
     assert READ_BACK[pre].decode(expected) == HUB_TOKENIZERS[pre].decode(expected)
@@ -143,15 +143,15 @@ def test_byte_level_equals_the_hubs_on_the_texts_with_special_tokens(pre: str) -
 @pytest.mark.parametrize(
     ("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("gpt-2", False)]
 )
-def test_a_word_that_is_a_token_but_no_merge_makes(pre: str, whole: bool) -> None:
+def test_a_word_in_the_vocabulary_without_merges(pre: str, whole: bool) -> None:
     metadata = byte_level_metadata(HUB_TOKENIZERS["gpt-2"], pre)
     metadata["tokenizer.ggml.tokens"].append("zqxj")
     metadata["tokenizer.ggml.token_type"] = np.append(metadata["tokenizer.ggml.token_type"], 1)
     assert (build_tokenizer(metadata).encode("zqxj").tokens == ["zqxj"]) is whole
 
 
-def test_the_cuts_differ() -> None:
-    """Otherwise the tests above could not tell one from another."""
+def test_the_splits_differ() -> None:
+    """The tests above could not detect a wrong split otherwise."""
     metadata = byte_level_metadata(HUB_TOKENIZERS["llama-bpe"], "llama-bpe")
     cuts = set()
     for pre in ("gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"):
@@ -207,7 +207,7 @@ def piece_metadata(model: sentencepiece.SentencePieceProcessor) -> dict[str, Any
     }
 
 
-def test_sentence_piece_equals_the_library(
+def test_sentence_piece_encodes_like_the_library(
     piece_model: sentencepiece.SentencePieceProcessor,
 ) -> None:
     tokenizer = build_tokenizer(
@@ -222,7 +222,7 @@ def test_sentence_piece_equals_the_library(
     assert words > 20  # pieces longer than a byte were used
 
 
-def test_sentence_piece_puts_bos_first_by_default(
+def test_sentence_piece_adds_bos_by_default(
     piece_model: sentencepiece.SentencePieceProcessor,
 ) -> None:
     metadata = piece_metadata(piece_model)
@@ -237,7 +237,7 @@ def test_sentence_piece_puts_bos_first_by_default(
     assert unprefixed.decode(plain) == " fox"
 
 
-def test_byte_level_puts_bos_first_on_request() -> None:
+def test_byte_level_adds_bos_if_the_metadata_says_so() -> None:
     metadata = byte_level_metadata(HUB_TOKENIZERS["gpt-2"], "gpt-2")
     plain = build_tokenizer(metadata).encode("fox").ids
     assert build_tokenizer({**metadata, "tokenizer.ggml.add_bos_token": True}).encode(
@@ -252,7 +252,7 @@ def test_unused_tokens_are_left_out() -> None:
     assert build_tokenizer(metadata).token_to_id("[PAD420]") is None
 
 
-def test_files_say_what_the_metadata_said() -> None:
+def test_tokenizer_files_hold_the_metadata() -> None:
     metadata = {
         **byte_level_metadata(HUB_TOKENIZERS["gpt-2"], "gpt-2"),
         "tokenizer.chat_template": "{{ messages }}",
@@ -285,6 +285,6 @@ def test_files_say_what_the_metadata_said() -> None:
         ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**6}, "damaged"),
     ],
 )
-def test_what_cannot_be_read_is_refused(change: dict[str, Any], message: str) -> None:
+def test_unsupported_tokenizers_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(SourceError, match=message):
         build_tokenizer({**byte_level_metadata(HUB_TOKENIZERS["gpt-2"], "gpt-2"), **change})

@@ -48,7 +48,7 @@ def test_engine_holds_the_models_tensors(
     assert_engine_equals(folder, model, tmp_path / "engine")
 
 
-def test_shards(save_model: SaveModel, tmp_path: Path) -> None:
+def test_a_model_in_shards_is_read(save_model: SaveModel, tmp_path: Path) -> None:
     folder, model = save_model("llama", shard="40KB")
     assert len(list(folder.glob("model-*.safetensors"))) > 2
     assert_engine_equals(folder, model, tmp_path / "engine")
@@ -85,14 +85,14 @@ def test_rotary_buffers_and_a_copy_of_the_tied_head_are_ignored(
     assert_engine_equals(folder, model, tmp_path / "engine")
 
 
-def test_only_pickled_weights_are_refused_with_the_way_out(save_model: SaveModel) -> None:
+def test_pickled_weights_are_refused_with_a_remedy(save_model: SaveModel) -> None:
     folder, _ = save_model("llama")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(SourceError, match=r"pytorch_model\.bin.*convert them to safetensors"):
         open_source(str(folder))
 
 
-def test_missing_and_unexpected_tensors_are_named(save_model: SaveModel) -> None:
+def test_missing_and_unexpected_tensors_are_reported(save_model: SaveModel) -> None:
     folder, _ = save_model("llama")
     path = folder / "model.safetensors"
     stored = load_file(path)
@@ -107,7 +107,7 @@ def test_missing_and_unexpected_tensors_are_named(save_model: SaveModel) -> None
         check_source(open_source(str(folder)))
 
 
-def test_a_shape_that_contradicts_the_config_is_named(save_model: SaveModel) -> None:
+def test_a_shape_that_contradicts_the_config_is_reported(save_model: SaveModel) -> None:
     folder, _ = save_model("llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
@@ -117,7 +117,7 @@ def test_a_shape_that_contradicts_the_config_is_named(save_model: SaveModel) -> 
         check_source(open_source(str(folder)))
 
 
-def test_missing_shard_is_named(save_model: SaveModel) -> None:
+def test_a_missing_shard_is_reported(save_model: SaveModel) -> None:
     folder, _ = save_model("llama", shard="40KB")
     gone = sorted(folder.glob("model-*.safetensors"))[1]
     gone.unlink()
@@ -125,7 +125,7 @@ def test_missing_shard_is_named(save_model: SaveModel) -> None:
         open_source(str(folder))
 
 
-def test_index_may_not_lead_out_of_the_folder(save_model: SaveModel) -> None:
+def test_an_index_with_files_outside_the_folder_is_refused(save_model: SaveModel) -> None:
     folder, _ = save_model("llama", shard="40KB")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
@@ -133,7 +133,7 @@ def test_index_may_not_lead_out_of_the_folder(save_model: SaveModel) -> None:
         open_source(str(folder))
 
 
-def test_cut_shard_is_noticed_on_opening(save_model: SaveModel) -> None:
+def test_a_shard_that_is_cut_short_is_refused_on_opening(save_model: SaveModel) -> None:
     folder, _ = save_model("llama")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -141,7 +141,7 @@ def test_cut_shard_is_noticed_on_opening(save_model: SaveModel) -> None:
         open_source(str(folder))
 
 
-def test_git_lfs_pointer_is_recognised(save_model: SaveModel) -> None:
+def test_a_git_lfs_pointer_is_refused_with_a_remedy(save_model: SaveModel) -> None:
     folder, _ = save_model("llama")
     (folder / "model.safetensors").write_text(
         "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
@@ -182,7 +182,7 @@ def test_quantised_weights_are_refused(save_model: SaveModel) -> None:
         {"architectures": 5},
     ],
 )
-def test_a_config_with_nonsense_in_it_is_refused_in_one_line(
+def test_a_config_with_invalid_values_is_refused_in_one_line(
     save_model: SaveModel, change: dict[str, Any]
 ) -> None:
     folder, _ = save_model("llama")
@@ -223,7 +223,7 @@ def test_any_value_of_a_config_is_read_or_refused_in_one_line(
         (2, 7, (7,)),
     ],
 )
-def test_end_ids(
+def test_end_ids_are_read(
     save_model: SaveModel, config_end: Any, generation_end: Any, expected: tuple[int, ...]
 ) -> None:
     folder, _ = save_model("llama")
@@ -236,7 +236,9 @@ def test_end_ids(
     assert (generation.end_ids, generation.bos_id, generation.pad_id) == (expected, 1, None)
 
 
-def test_tokenizer_files_go_along_and_others_do_not(save_model: SaveModel, tmp_path: Path) -> None:
+def test_only_tokenizer_files_are_copied_to_the_engine(
+    save_model: SaveModel, tmp_path: Path
+) -> None:
     folder, _ = save_model("llama")
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -251,7 +253,7 @@ def test_tokenizer_files_go_along_and_others_do_not(save_model: SaveModel, tmp_p
     ]
 
 
-def test_prefixes_and_unknown_texts(save_model: SaveModel, tmp_path: Path) -> None:
+def test_source_prefixes_and_unknown_sources(save_model: SaveModel, tmp_path: Path) -> None:
     folder, _ = save_model("llama")
     assert open_source(f"local:{folder}").spec.layers == 2
     with pytest.raises(SourceError, match="ngc:"):

@@ -42,7 +42,7 @@ def hub(
 
 
 @pytest.mark.parametrize("text", ["hf:org/tiny", "org/tiny"])
-def test_a_hub_id_is_downloaded_without_what_is_not_needed(
+def test_only_needed_files_of_a_hub_model_are_downloaded(
     hub: FakeHub, tmp_path: Path, text: str
 ) -> None:
     engine = build_engine(text, tmp_path / "engine", dtype="float32")
@@ -58,14 +58,14 @@ def test_a_hub_id_is_downloaded_without_what_is_not_needed(
     assert not hub.downloaded() & {"consolidated.safetensors", "pytorch_model.bin", "params.json"}
 
 
-def test_what_was_downloaded_is_not_downloaded_again(hub: FakeHub) -> None:
+def test_files_are_downloaded_once(hub: FakeHub) -> None:
     open_source("hf:org/tiny")
     hub.requests.clear()
     assert open_source("hf:org/tiny").spec.layers == 2
     assert hub.downloaded() == set()
 
 
-def test_a_tokenizer_comes_without_weights(hub: FakeHub) -> None:
+def test_a_tokenizer_is_downloaded_without_weights(hub: FakeHub) -> None:
     folder = fetch_tokenizer("org/tiny")
     assert (folder / "tokenizer.json").is_file()
     assert {name for name in hub.downloaded() if name.endswith(".safetensors")} == set()
@@ -73,7 +73,7 @@ def test_a_tokenizer_comes_without_weights(hub: FakeHub) -> None:
         fetch_tokenizer("org/nothing")
 
 
-def test_an_unsupported_model_costs_one_small_download(hub: FakeHub) -> None:
+def test_only_the_config_of_an_unsupported_model_is_downloaded(hub: FakeHub) -> None:
     folder = hub.folders["org/tiny"]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
@@ -86,7 +86,7 @@ def test_an_unsupported_model_costs_one_small_download(hub: FakeHub) -> None:
     assert hub.downloaded() == {"config.json"}
 
 
-def test_a_gated_model_says_how_to_get_in_and_the_token_opens_it(
+def test_a_gated_model_needs_a_token_and_the_error_says_how_to_get_one(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
@@ -98,14 +98,14 @@ def test_a_gated_model_says_how_to_get_in_and_the_token_opens_it(
     assert open_source("hf:org/closed").spec.layers == 2
 
 
-def test_a_model_that_is_not_there(hub: FakeHub) -> None:
+def test_an_unknown_hub_model_is_refused(hub: FakeHub) -> None:
     with pytest.raises(
         SourceError, match=r"^org/absent: no such model at the hub, or it is private"
     ):
         open_source("org/absent")
 
 
-def test_a_repository_without_a_model(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_hub_repository_without_a_config_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "README.md").write_text("no model")
     hub.folders["org/empty"] = tmp_path / "empty"
@@ -113,14 +113,14 @@ def test_a_repository_without_a_model(hub: FakeHub, tmp_path: Path) -> None:
         open_source("org/empty")
 
 
-def test_only_pickled_weights(hub: FakeHub) -> None:
+def test_a_hub_model_with_pickled_weights_is_refused(hub: FakeHub) -> None:
     for path in hub.folders["org/tiny"].glob("model*"):
         path.unlink()
     with pytest.raises(SourceError, match=r"no model\.safetensors"):
         open_source("org/tiny")
 
 
-def test_without_a_network_the_copy_serves_and_its_absence_is_said(
+def test_without_a_network_a_local_copy_is_used_and_a_missing_one_reported(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_source("hf:org/tiny")
@@ -147,7 +147,7 @@ def test_a_known_name_is_found_in_the_cache_without_asking_the_hub(
     )
 
 
-def test_a_model_folder_mounted_at_the_caches_place_is_used(
+def test_a_model_folder_mounted_as_the_cache_is_used(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(hub.folders["org/tiny"]))

@@ -65,7 +65,7 @@ def test_import_builds_the_engine_and_writes_the_repository(
     assert missing.stderr == f"error: No model repository exists at {tmp_path / 'none'}\n"
 
 
-def test_engine_place_types_and_quantisation_follow_the_user(
+def test_import_uses_the_given_folder_type_and_quantisation(
     save_model: SaveModel, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = save_model("llama")
@@ -87,7 +87,7 @@ def test_engine_place_types_and_quantisation_follow_the_user(
     assert (config.dtype, config.quantisation) == ("float16", Quantisation("W4A16", 32))
 
 
-def test_a_second_import_finds_the_engine(
+def test_a_second_import_reuses_the_engine(
     save_model: SaveModel, tmp_path: Path, run: Callable[..., Any]
 ) -> None:
     folder, _ = save_model("llama")
@@ -137,7 +137,7 @@ def test_an_interrupted_import_leaves_nothing_half_written(
     monkeypatch: pytest.MonkeyPatch,
     place: str,
 ) -> None:
-    """While the engine is written nothing is left; after that, a whole engine and no model."""
+    """An interrupted build leaves nothing. A later interruption leaves the engine and no model."""
     folder, _ = save_model("llama")
 
     def interrupted(*arguments: object) -> None:
@@ -155,7 +155,9 @@ def test_an_interrupted_import_leaves_nothing_half_written(
         assert read_engine_config(engines / "tiny").spec.layers == 2
 
 
-def test_remove_one_and_all(save_model: SaveModel, tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_remove_deletes_one_model_or_all(
+    save_model: SaveModel, tmp_path: Path, run: Callable[..., Any]
+) -> None:
     folder, _ = save_model("llama")
     run("import", "-m", "tiny", "-s", folder)
     models = tmp_path / "models"
@@ -165,12 +167,12 @@ def test_remove_one_and_all(save_model: SaveModel, tmp_path: Path, run: Callable
     one = run("remove", "-m", "tiny")
     assert one.stdout.startswith(f"triton - INFO - Removing model tiny at {models / 'tiny'}\n")
     assert not (models / "tiny").exists()
-    assert (models / "tensorrt_llm").exists()  # another model may use what serves this one
+    assert (models / "tensorrt_llm").exists()  # other models may use it
     assert run("remove", "-m", "all").exit_code == 0
     assert [path.name for path in models.iterdir()] == ["notes"]  # not a model
 
 
-def test_the_last_model_takes_its_helpers_along(
+def test_removing_the_last_model_removes_its_helper_models(
     save_model: SaveModel, tmp_path: Path, run: Callable[..., Any]
 ) -> None:
     folder, _ = save_model("llama")
@@ -182,9 +184,11 @@ def test_the_last_model_takes_its_helpers_along(
 
 
 @pytest.mark.parametrize("name", ["absent", "folder", "..", ".", "../models", "", "*"])
-def test_remove_of_what_is_no_model(tmp_path: Path, run: Callable[..., Any], name: str) -> None:
+def test_remove_refuses_names_that_are_not_models(
+    tmp_path: Path, run: Callable[..., Any], name: str
+) -> None:
     (tmp_path / "models" / "folder").mkdir(parents=True)
-    (tmp_path / "config.pbtxt").touch()  # even if what the name leads to were a model
+    (tmp_path / "config.pbtxt").touch()  # the folder that the name points to looks like a model
     (tmp_path / "models" / "config.pbtxt").touch()
     result = run("remove", "-m", name)
     assert result.exit_code == 1
@@ -192,7 +196,7 @@ def test_remove_of_what_is_no_model(tmp_path: Path, run: Callable[..., Any], nam
     assert (tmp_path / "models" / "folder").is_dir()
 
 
-def test_list_of_no_repository(tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_list_reports_a_missing_repository(tmp_path: Path, run: Callable[..., Any]) -> None:
     result = run("list")
     assert result.exit_code == 1
     assert (

@@ -21,7 +21,7 @@ def engine(save_model: Callable[..., Any], tmp_path: Path) -> Path:
     return build_engine(folder, tmp_path / "engine")
 
 
-def test_a_flipped_bit_keeps_an_engine_from_starting(engine: Path) -> None:
+def test_an_engine_with_a_flipped_bit_does_not_start(engine: Path) -> None:
     start_engine(engine, SETTINGS)
     weights = bytearray((engine / "rank0.engine").read_bytes())
     weights[-9] ^= 1
@@ -40,7 +40,7 @@ def test_a_tokenizer_may_be_edited(engine: Path) -> None:
     assert start_engine(engine, SETTINGS).info.max_rows == 2
 
 
-def test_what_goes_wrong_meanwhile_is_what_is_told(engine: Path) -> None:
+def test_an_error_of_the_load_is_raised_before_the_check_ends(engine: Path) -> None:
     (engine / "rank0.engine").write_bytes(b"nothing")
     with pytest.raises(MemoryError, match="the cache"), verify_weights(read_engine_config(engine)):
         raise MemoryError("the cache")

