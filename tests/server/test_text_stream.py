@@ -8,13 +8,13 @@ import text_samples as samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.server.text.detokenizer import (
+from slipstream.server.text.folder import TokenizerError
+from slipstream.server.text.stream import (
     ByteFallbackDetokenizer,
     ByteLevelDetokenizer,
+    TextStream,
     WindowDetokenizer,
 )
-from slipstream.server.text.folder import TokenizerError
-from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.home import slipstream_home
 from slipstream.weights.sources.gguf_source import GgufSource

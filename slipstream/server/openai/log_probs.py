@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.kserve.tensors import single
 from slipstream.server.models.generation_outputs import Completion
-from slipstream.server.text.detokenizer import Detokenizer
+from slipstream.server.text.stream import Detokenizer
 from slipstream.server.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # log-probability of an impossible token, because JSON has no infinity

@@ -13,17 +13,17 @@ import tokenizers
 from sentencepiece import SentencePieceProcessor
 from tokenizers import decoders, models, pre_tokenizers
 
-from slipstream.server.text.detokenizer import (
-    Backend,
-    Detokenizer,
-    detokenizer_factory,
-    spelling,
-)
 from slipstream.server.text.folder import (
     AddedToken,
     TokenizerError,
     TokenizerFolder,
     read_tokenizer_folder,
+)
+from slipstream.server.text.stream import (
+    Backend,
+    Detokenizer,
+    detokenizer_factory,
+    spelling,
 )
 
 _GPT2_END = "<|endoftext|>"  # bos, eos and unk token of GPT-2, unless configured otherwise
