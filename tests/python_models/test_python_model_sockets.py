@@ -141,8 +141,8 @@ class Noting:
     def __init__(self) -> None:
         self.written: list[bytes] = []
 
-    def writelines(self, pieces: list[bytes]) -> None:
-        self.written.append(b"".join(pieces))
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
 
     def is_closing(self) -> bool:
         return False

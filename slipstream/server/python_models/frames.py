@@ -228,6 +228,7 @@ FromWorker = (
     | MetricFamilyFrame
     | MetricFrame
 )
+_ENCODER = msgspec.msgpack.Encoder()
 ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
@@ -236,16 +237,11 @@ FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromW
 def encode(message: ToWorker | FromWorker) -> list[Buffer]:
     """Return the pieces of a message's frame: one, and more where it has large tensors."""
     large: list[memoryview] = []
-
-    def collect(item: Any) -> int:
-        if not isinstance(item, LargeTensor):
-            raise TypeError(f"a frame cannot hold {type(item).__name__}")
-        large.append(item.view)
-        return int(item)
-
     head = bytearray(_LENGTHS.size)
-    msgspec.msgpack.Encoder(enc_hook=collect).encode_into(message, head, _LENGTHS.size)
-    head_bytes = len(head) - _LENGTHS.size
+    try:
+        _ENCODER.encode_into(message, head, _LENGTHS.size)
+    except TypeError:  # a LargeTensor, which is rare
+        _encoder(large).encode_into(message, head, _LENGTHS.size)
     pieces: list[Buffer] = [head]
     size = len(head)
     for view in large:
@@ -254,8 +250,20 @@ def encode(message: ToWorker | FromWorker) -> list[Buffer]:
         size += len(padding) + len(view)
     if size > MAX_FRAME_BYTES:
         raise FrameError(f"a message of {size} bytes is too large for a Python model's socket")
-    _LENGTHS.pack_into(head, 0, size, head_bytes)
+    _LENGTHS.pack_into(head, 0, size, len(head) - _LENGTHS.size)
     return pieces
+
+
+def _encoder(large: list[memoryview]) -> msgspec.msgpack.Encoder:
+    """Return an encoder that appends the bytes of large tensors to a list."""
+
+    def collect(item: Any) -> int:
+        if not isinstance(item, LargeTensor):
+            raise TypeError(f"a frame cannot hold {type(item).__name__}")
+        large.append(item.view)
+        return int(item)
+
+    return msgspec.msgpack.Encoder(enc_hook=collect)
 
 
 def size_of(pieces: list[Buffer]) -> int:
@@ -287,7 +295,7 @@ class FrameReader:
             if position + size > self._filled:
                 self._make_room(position, size)
                 return messages
-            messages.append(self._decode(self._buffer[position : position + size], head_bytes))
+            messages.append(self._decode(position, size, head_bytes))
             position += size
         self._make_room(position, _LENGTHS.size)
         return messages
@@ -301,14 +309,15 @@ class FrameReader:
         self._buffer[: len(rest)] = rest
         self._filled = len(rest)
 
-    def _decode(self, frame: memoryview, head_bytes: int) -> Any:
-        end = _LENGTHS.size + head_bytes
+    def _decode(self, position: int, size: int, head_bytes: int) -> Any:
+        head = position + _LENGTHS.size
         try:
-            message = self._decoder.decode(frame[_LENGTHS.size : end])
+            message = self._decoder.decode(self._buffer[head : head + head_bytes])
         except msgspec.MsgspecError as error:
             raise FrameError(f"a damaged frame: {error}") from error
-        if end < len(frame):
-            _attach_large(message, frame, end)
+        if _LENGTHS.size + head_bytes < size:
+            frame = self._buffer[position : position + size]
+            _attach_large(message, frame, _LENGTHS.size + head_bytes)
         return message
 
 

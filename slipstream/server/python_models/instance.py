@@ -21,6 +21,7 @@ from slipstream.server.log.capture import LineSplitter
 from slipstream.server.python_models.calls import Calls, PythonModelContext
 from slipstream.server.python_models.frames import (
     FROM_WORKER,
+    LARGE_BYTES,
     Ack,
     Buffer,
     Call,
@@ -96,8 +97,8 @@ class _Link(asyncio.BufferedProtocol):
         finally:
             held = self._held
             self._held = None
-            if held and self._transport is not None and not self._transport.is_closing():
-                self._transport.writelines(held)
+            if held:
+                self._send(held)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._writable.set()
@@ -114,9 +115,17 @@ class _Link(asyncio.BufferedProtocol):
         frame = encode(message)
         if self._held is not None:
             self._held += frame
-        elif self._transport is not None and not self._transport.is_closing():
-            self._transport.writelines(frame)
+        else:
+            self._send(frame)
         return size_of(frame)
+
+    def _send(self, pieces: list[Buffer]) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if size_of(pieces) < LARGE_BYTES:  # one buffer is sent faster than several
+            self._transport.write(b"".join(pieces))
+        else:
+            self._transport.writelines(pieces)
 
     async def send(self, message: ToWorker) -> int:
         """Write a message and wait while the model does not read."""
