@@ -19,9 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout that is not installed
+# makes the benchmark run from a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.engine.request import GenerateRequest, SamplingParams

@@ -1,4 +1,4 @@
-"""One contender's process, seen from outside: orders, answers, start time and memory."""
+"""Run one contender in a process: send requests, read answers, measure start time and memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ ANSWER_SECONDS = 900.0  # a peer may compile for minutes before its first answer
 
 
 class ContenderFailed(Exception):
-    """The text is one line: who, and the last words of its log."""
+    """A contender failed. The text is one line with its name and the last line of its log."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """How to start one. `group` is the bits it is compared at: contenders of a group hold the same
-    weights.
-    """
+    """How to start a contender. Contenders of the same `group` have the same weights."""
 
     name: str
     group: str
@@ -43,7 +41,8 @@ class Contender:
 
 class Running:
     def __init__(self, contender: Contender, log: Path) -> None:
-        self.contender, self._log = contender, log
+        self.contender = contender
+        self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -76,12 +75,13 @@ class Running:
     def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         answer = self.ask({"prompts": prompts, "max_tokens": max_tokens})
         if [len(tokens) for tokens in answer["tokens"]] != [max_tokens] * len(prompts):
-            raise self._failure("it did not give every request its tokens")
+            raise self._failure("it did not return all tokens of every request")
         return answer
 
     def peak_bytes(self) -> int:
-        """The highest resident memory of the process and its children; pages they share count for
-        each.
+        """Return the peak resident memory of the process and its children.
+
+        Shared pages count once per process.
         """
         return sum(_peak_bytes(process) for process in _tree(self._process.pid))
 
@@ -92,9 +92,10 @@ class Running:
         try:
             self._process.wait(10.0)
         except subprocess.TimeoutExpired:
-            print(f"{self.contender.name} does not leave by itself and is killed", file=sys.stderr)
-        with contextlib.suppress(ProcessLookupError):  # nothing is left
-            os.killpg(self._process.pid, signal.SIGKILL)  # what it started and left behind
+            print(f"{self.contender.name} does not exit and is killed", file=sys.stderr)
+        # The process may have left children behind. ProcessLookupError means that it has not.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process.stdout.close()
 
@@ -108,7 +109,7 @@ class Running:
 
 
 def start(contender: Contender, log: Path, prompt: list[int]) -> tuple[Running, float]:
-    """The running contender, and the seconds from nothing to its first token."""
+    """Start a contender. Return it and the seconds from process start to its first token."""
     began = time.perf_counter()
     running = Running(contender, log)
     try:

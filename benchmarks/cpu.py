@@ -1,13 +1,14 @@
-"""The default model on this CPU: Slipstream beside llama.cpp and vLLM on the same weights, and the
-machine's limit.
+"""The default model on this CPU: Slipstream, llama.cpp and vLLM with the same weights.
 
     python benchmarks/cpu.py --llama-python ~/llama/bin/python --vllm-python ~/vllm/bin/python
 
-Every contender runs in a process of its own. Rounds go over all of them in turn, and a figure is
-the median of its rounds, so that what else the machine does hurts all alike. Greedy, end tokens
-ignored, no prefix is reused, and all get the same token ids. A limit is the best memory read and
-bf16 product seen in the run over what a case must read and multiply; the start's limit is one read
-of the weights, memory's the weights alone.
+Every contender runs in its own process. Each round runs all of them in turn, and a figure is the
+median of its rounds, so that other load on the machine affects all of them. Sampling is greedy,
+end tokens are ignored, prefixes are not reused, and all contenders get the same token ids.
+
+The limit of a case follows from the bytes that it must read and the operations that it must
+compute, and from the fastest memory read and bf16 GEMM measured in the run. The limit of the start
+is one read of the weights, and that of the memory is the size of the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation
+# makes the benchmark run from a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from contender import Contender, ContenderFailed, Running, start
 from limits import Machine, Work
@@ -33,21 +35,24 @@ from slipstream.engine_worker import cpu_probe
 from slipstream.server.engine_link.child import child_environment
 from slipstream.weights.home import slipstream_home
 
-LLAMA, VLLM = "llama.cpp", "vllm"
+LLAMA = "llama.cpp"
+VLLM = "vllm"
 PEERS = (LLAMA, VLLM)
-BF16, INT4 = "bf16", "4-bit"
-WEIGHT_BYTES = {BF16: 2.0, INT4: 0.5 + 4 / 32}  # four bits, and two 16-bit numbers a group of 32
+BF16 = "bf16"
+INT4 = "4-bit"
+# Bytes per weight. An int4 group of 32 weights has two 16-bit numbers.
+WEIGHT_BYTES = {BF16: 2.0, INT4: 0.5 + 4 / 32}
 QUESTION = "The capital of France is"
 EAGER_NOTE = "vllm could not compile here and ran with enforce_eager"
-SLOW_START_SECONDS = 30.0  # a contender that takes longer is started once only
+SLOW_START_SECONDS = 30.0  # start time above which a contender is started only once
 LOGS = slipstream_home() / "benchmarks"
 
-Samples = dict[tuple[str, str, str], list[float]]  # (case, group, contender) → one figure a round
+Samples = dict[tuple[str, str, str], list[float]]  # (case, group, contender) → figure per round
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that all come at once, and the cases that are read off them."""
+    """Requests that arrive at the same time, and the cases that they measure."""
 
     rows: int
     prompt: int
@@ -60,7 +65,7 @@ class Case:
     title: str
     unit: str
     higher_is_better: bool
-    limit: Callable[[Work, Machine, int], float]  # the last: output tokens of a request
+    limit: Callable[[Work, Machine, int], float]  # (work, machine, output tokens) → limit
 
 
 LOADS = (
@@ -129,17 +134,19 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--peers", default=",".join(PEERS), help="which to compare with, or '' for none"
+        "--peers",
+        default=",".join(PEERS),
+        help="peers to compare with, separated by commas; '' for none (default: %(default)s)",
     )
     parser.add_argument("--only", choices=CASES, help="run one case")
     parser.add_argument(
-        "--quick", action="store_true", help="one round of 32 tokens: does everything run?"
+        "--quick", action="store_true", help="run one round of 32 tokens, as a smoke test"
     )
     parser.add_argument(
-        "--llama-python", default=sys.executable, help="an interpreter that has llama_cpp"
+        "--llama-python", default=sys.executable, help="Python interpreter with llama_cpp"
     )
     parser.add_argument(
-        "--vllm-python", default=sys.executable, help="an interpreter that has vllm"
+        "--vllm-python", default=sys.executable, help="Python interpreter with vllm"
     )
     arguments = parser.parse_args()
     arguments.peers = [peer for peer in arguments.peers.split(",") if peer]
@@ -168,7 +175,7 @@ def find_contenders(models: Models, arguments: argparse.Namespace) -> list[Conte
     if LLAMA in arguments.peers and has_module(arguments.llama_python, "llama_cpp"):
         found += [llama(BF16, models.gguf_bf16), llama(INT4, models.gguf_q4)]
     if VLLM in arguments.peers and has_module(arguments.vllm_python, "vllm"):
-        # without it a peer may die of instructions the CPU only claims to have
+        # a peer may crash on instructions that the CPU reports but does not support
         limit = cpu_probe.choose().isa
         environment = {cpu_probe.ISA_VARIABLE: limit} if limit else {}
         options = {"model": str(models.hugging_face)}
@@ -212,8 +219,9 @@ def start_all(
 
 
 def start_one(contender: Contender, prompt: list[int]) -> tuple[Running, float] | None:
-    """The contender with its first token's time; vLLM without its compiler when it cannot compile;
-    or None.
+    """Return the contender and the time of its first token, or None if it cannot run.
+
+    vLLM is started without its compiler if it cannot compile.
     """
     attempts = [contender]
     if contender.name == VLLM:
@@ -228,9 +236,7 @@ def start_one(contender: Contender, prompt: list[int]) -> tuple[Running, float] 
 
 
 def compare_answers(running: Collection[Running], models: Models) -> None:
-    """The same weights answer alike: the first words of each to the same question, for the reader
-    to see.
-    """
+    """Print the first words of each contender's answer, so that a reader can compare them."""
     prompt = models.encode(QUESTION)
     for one in running:
         tokens = one.generate([prompt], 8)["tokens"][0]
@@ -284,7 +290,8 @@ def print_table(
     rows = []
     for name in cases:
         for group in (BF16, INT4):
-            case, work = CASES[name], Work.of(models.spec, WEIGHT_BYTES[group])
+            case = CASES[name]
+            work = Work.of(models.spec, WEIGHT_BYTES[group])
             figures = medians({peer: samples[name, group, peer] for peer in (OURS, *PEERS)})
             title = f"{case.title.format(output=output)}, {group}"
             rows.append(
@@ -298,7 +305,8 @@ def print_table(
             )
     present = {contender.name for contender in contenders}
     print(
-        f"\nmemory read {machine.bandwidth / 1e9:.1f} GB/s, bf16 product {machine.operations / 1e9:.0f} GFLOP/s\n"
+        f"\nmemory read {machine.bandwidth / 1e9:.1f} GB/s, "
+        f"bf16 GEMM {machine.operations / 1e9:.0f} GFLOP/s\n"
     )
     print(render(rows, [peer for peer in PEERS if peer in present]))
     for note in {contender.note for contender in contenders if contender.note}:
@@ -306,10 +314,12 @@ def print_table(
 
 
 def warn_when_busy() -> None:
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    cores = len(os.sched_getaffinity(0))
     if load > cores / 4:
         print(
-            f"this machine is busy (load {load:.1f} on {cores} cores): contenders that spin suffer most",
+            f"this machine is busy (load {load:.1f} on {cores} cores): "
+            "contenders that busy-wait are slowed down most",
             flush=True,
         )
 

@@ -1,8 +1,8 @@
-"""Load over gRPC for `server.py`: just enough of HTTP/2 to send one call again and again.
+"""gRPC load for `server.py`: the part of HTTP/2 that is needed to repeat one call.
 
-gRPC's own client for Python costs more than either server does, so that its rate would be the
-client's. What this one sends is what real clients send: the headers in full once, and as references
-to them in every later call.
+gRPC's Python client takes more CPU time than either server, so it would measure itself. This client
+sends the same bytes as real clients: complete headers in the first call, and references to them in
+later calls.
 """
 
 from __future__ import annotations
@@ -14,8 +14,17 @@ from typing import Any
 
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-_ACKNOWLEDGED = _END_STREAM = 1
+# types of frames
+_DATA = 0
+_HEADERS = 1
+_RESET = 3
+_SETTINGS = 4
+_PING = 6
+_GOAWAY = 7
+_WINDOW_UPDATE = 8
+# flags of frames
+_ACKNOWLEDGED = 1
+_END_STREAM = 1
 _END_HEADERS = 4
 _INITIAL_WINDOW_SIZE = 4
 _WINDOW = 1 << 30  # flow control must not limit the load
@@ -30,12 +39,12 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 def _text(text: str) -> bytes:
     data = text.encode()
-    assert len(data) < 127, "longer ones have a longer length"
+    assert len(data) < 127, "the length of a longer text needs more than one byte"
     return bytes((len(data),)) + data
 
 
-# Numbers are those of the static table of RFC 7541: 3 is ":method POST", 6 ":scheme http"; 0x40
-# adds what follows to the dynamic table, whose newest entry is number 62.
+# The numbers are those of the static table of RFC 7541: 3 is ":method POST", 6 ":scheme http".
+# 0x40 adds the following header to the dynamic table, whose newest entry is number 62.
 FIRST_HEADERS = (
     b"\x83\x86"
     + b"\x44"
@@ -54,7 +63,7 @@ LATER_HEADERS = b"\x83\x86" + bytes(0x80 | number for number in (66, 65, 64, 63,
 
 
 class GrpcConnection(asyncio.Protocol):
-    """Keeps so many calls going: as soon as one is answered, the next is sent."""
+    """Keeps `calls` calls in flight: each response triggers the next call."""
 
     def __init__(self, body: bytes, calls: int) -> None:
         self._message = struct.pack(">BI", 0, len(body)) + body
@@ -62,7 +71,7 @@ class GrpcConnection(asyncio.Protocol):
         self._transport: Any = None
         self._received = bytearray()
         self._stream = -1
-        self._answered: dict[int, int] = {}  # bytes of the answer, by stream
+        self._answered: dict[int, int] = {}  # stream → bytes of its response so far
         self._expected = 0
         self._unacknowledged = 0
         self.answers = 0
@@ -91,7 +100,9 @@ class GrpcConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         received = self._received
         received += data
-        position, end, replies = 0, len(received), []
+        position = 0
+        end = len(received)
+        replies = []
         while end - position >= _HEAD_BYTES:
             length = int.from_bytes(received[position : position + 3], "big")
             begin = position + _HEAD_BYTES
@@ -108,7 +119,7 @@ class GrpcConnection(asyncio.Protocol):
             self._transport.write(reply)
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-        """What a frame calls for."""
+        """Process a frame and return the frames to send in response."""
         if kind == _DATA:
             self._answered[stream] += len(payload)
             return self._widen(len(payload))
@@ -124,11 +135,15 @@ class GrpcConnection(asyncio.Protocol):
         self._unacknowledged += length
         if self._unacknowledged < _WINDOW // 2:
             return b""
-        length, self._unacknowledged = self._unacknowledged, 0
-        return _frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", length))
+        update = struct.pack(">I", self._unacknowledged)
+        self._unacknowledged = 0
+        return _frame(_WINDOW_UPDATE, 0, 0, update)
 
     def _complete(self, stream: int, payload: bytes) -> bytes:
-        """All answers are as long as the first; a call that fails has none."""
+        """Check the length of a response and return the next call.
+
+        All responses must be as long as the first. A failed call has an empty response.
+        """
         length = self._answered.pop(stream)
         self._expected = self._expected or length
         if not length or length != self._expected:
@@ -141,24 +156,28 @@ class GrpcConnection(asyncio.Protocol):
 
 
 async def grpc_rate(port: int, body: bytes, concurrency: int, seconds: float) -> float:
-    """ModelInfer calls a second, up to eight at once on a connection."""
-    event_loop, count = asyncio.get_running_loop(), max(1, concurrency // 8)
+    """Return ModelInfer calls per second, with up to 8 calls in flight per connection."""
+    event_loop = asyncio.get_running_loop()
+    count = max(1, concurrency // 8)
     connections: list[GrpcConnection] = []
     for _ in range(count):
         made = await event_loop.create_connection(
             lambda: GrpcConnection(body, concurrency // count), "127.0.0.1", port
         )
         connections.append(made[1])
-    await asyncio.sleep(min(0.3, seconds / 4))  # until everyone is at it
-    before, began = sum(one.answers for one in connections), time.monotonic()
+    await asyncio.sleep(min(0.3, seconds / 4))  # time for all connections to start
+    before = sum(one.answers for one in connections)
+    began = time.monotonic()
     await asyncio.sleep(seconds)
-    answers, took = sum(one.answers for one in connections) - before, time.monotonic() - began
+    answers = sum(one.answers for one in connections) - before
+    took = time.monotonic() - began
     bad = next((one for one in connections if one.bad or one.lost), None)
     for connection in connections:
         connection.close()
     if bad is not None:
         raise RuntimeError(
-            f"ModelInfer answered {bad.bad[:300]!r}{' and hung up' if bad.lost else ''}"
+            f"ModelInfer answered {bad.bad[:300]!r}"
+            f"{' and closed the connection' if bad.lost else ''}"
         )
     if not answers:
         raise RuntimeError(f"ModelInfer gave no complete answer in {seconds:g} s")

@@ -1,8 +1,7 @@
-"""An engine process whose model takes no time: what is left is the server. Each token is the one
-before it plus 1.
+"""An engine process whose model takes no time, to measure the server alone.
 
-The variable INSTANT_ENGINE_STEP_MS makes a step last that long after all, so that tokens do not
-pile up.
+Each token is the token before it plus 1. The environment variable INSTANT_ENGINE_STEP_MS sets a
+minimum time per step, so that tokens do not queue up.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class InstantLoop:
             cache_bytes=0,
             load_seconds=0.0,
         )
-        # request → its last token, how many are left
+        # request → (last token, number of tokens left)
         self._running: dict[int, tuple[int, int]] = {}
-        self._news = StepOutputs()
+        self._outputs = StepOutputs()
         self._steps = 0
         self._step_seconds = float(os.environ.get("INSTANT_ENGINE_STEP_MS", "0")) / 1000
 
@@ -44,25 +43,26 @@ class InstantLoop:
     def cancel(self, request_ids: list[int], reason: FinishReason = "cancelled") -> None:
         for request_id in request_ids:
             if self._running.pop(request_id, None) is not None:
-                self._tell(request_id, [], reason)
+                self._add_output(request_id, [], reason)
 
     def has_work(self) -> bool:
-        return bool(self._running or self._news.request_ids)
+        return bool(self._running or self._outputs.request_ids)
 
     def step(self) -> StepOutputs | None:
-        """One token for everyone."""
+        """Return one token for every request."""
         self._steps += 1
         if self._step_seconds:
             time.sleep(self._step_seconds)
         for request_id, (last, left) in list(self._running.items()):
             token = (last + 1) % WORDS
-            self._tell(request_id, [token], "" if left > 1 else "length")
+            self._add_output(request_id, [token], "" if left > 1 else "length")
             if left > 1:
                 self._running[request_id] = (token, left - 1)
             else:
                 del self._running[request_id]
-        news, self._news = self._news, StepOutputs()
-        return news if news.request_ids else None
+        outputs = self._outputs
+        self._outputs = StepOutputs()
+        return outputs if outputs.request_ids else None
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -70,14 +70,14 @@ class InstantLoop:
         )
 
     def check_integrity(self) -> None:
-        """There are no books."""
+        """Do nothing: this engine has no blocks and no rows."""
 
-    def _tell(self, request_id: int, tokens: list[int], finish_reason: str) -> None:
-        self._news.request_ids.append(request_id)
-        self._news.token_counts.append(len(tokens))
-        self._news.finish_reasons.append(finish_reason)
-        self._news.cached_tokens.append(0)
-        self._news.tokens += tokens
+    def _add_output(self, request_id: int, tokens: list[int], finish_reason: str) -> None:
+        self._outputs.request_ids.append(request_id)
+        self._outputs.token_counts.append(len(tokens))
+        self._outputs.finish_reasons.append(finish_reason)
+        self._outputs.cached_tokens.append(0)
+        self._outputs.tokens += tokens
 
 
 def start_instant(engine_folder: str, settings: EngineSettings) -> InstantLoop:

@@ -1,6 +1,4 @@
-"""The default model in the form each contender reads, all made from the one GGUF file and kept
-between runs.
-"""
+"""The default model in the format of each contender, converted from one GGUF file and cached."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class Models:
     engine_int4: Path
     gguf_bf16: Path
     gguf_q4: Path
-    hugging_face: Path  # bf16
+    hugging_face: Path  # folder with bf16 weights
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer().encode(text, add_special_tokens=False).ids
@@ -64,7 +62,7 @@ def prepare_models() -> Models:
 
 
 def _write_bf16_gguf(original: Path, target: Path) -> Path:
-    """The same metadata; every matrix in bfloat16, vectors as they are."""
+    """Write the file again with every matrix in bfloat16 and vectors unchanged."""
     if target.exists():
         return target
     reader = GGUFReader(original)
@@ -130,7 +128,8 @@ def _hugging_face_tensors(spec: ModelSpec, name: str, whole):  # type: ignore[no
 
 
 def _llama_config(source: GgufSource) -> dict[str, object]:
-    spec, metadata = source.spec, source.file.metadata
+    spec = source.spec
+    metadata = source.file.metadata
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,4 +1,4 @@
-"""From samples to a table: medians, ratios to each peer, the share of what the machine allows."""
+"""Make a table from samples: medians, ratios to each peer, and the share of the machine's limit."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Row:
     unit: str
     higher_is_better: bool
     figures: Mapping[str, float]  # contender → median
-    limit: float | None  # what the machine allows
+    limit: float | None  # best value that the machine allows
 
     def ratio(self, peer: str) -> float | None:
-        """Ours over the peer's, whichever way is better."""
+        """Return our figure divided by the peer's."""
         if OURS not in self.figures or not self.figures.get(peer):
             return None
         return self.figures[OURS] / self.figures[peer]
 
     @property
     def of_limit(self) -> float | None:
-        """1 is the limit itself; less is worse, for times as for rates."""
+        """Return the share of the limit: 1 is the limit, less is worse, for times and rates."""
         if self.limit is None or not self.figures.get(OURS):
             return None
         share = self.figures[OURS] / self.limit

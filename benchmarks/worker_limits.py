@@ -1,6 +1,4 @@
-"""What this machine can do at most, measured in the environment the engine gets: memory reads and
-bf16 products.
-"""
+"""Measure this machine's fastest memory read and bf16 GEMM, in the environment of the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from collections.abc import Callable
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 
-READ_BYTES = 1 << 30  # far beyond any cache
+READ_BYTES = 1 << 30  # much larger than any cache
 MATRIX = 2048
 REPEATS = 5
 
@@ -26,15 +24,16 @@ def main() -> None:
     stream = torch.ones(READ_BYTES // 4)
     a, b = (torch.randn(MATRIX, MATRIX).to(getattr(torch, settings.dtype)) for _ in range(2))
     for _ in sys.stdin:
-        read, product = _best(stream.sum), _best(lambda: torch.mm(a, b))
+        read = _best(stream.sum)
+        gemm = _best(lambda: torch.mm(a, b))
         print(
-            json.dumps({"bandwidth": READ_BYTES / read, "operations": 2 * MATRIX**3 / product}),
+            json.dumps({"bandwidth": READ_BYTES / read, "operations": 2 * MATRIX**3 / gemm}),
             flush=True,
         )
 
 
 def _best(action: Callable[[], object]) -> float:
-    """Seconds of the quickest of a few runs."""
+    """Return the seconds of the fastest of a few runs."""
     times = []
     for _ in range(REPEATS):
         began = time.perf_counter()

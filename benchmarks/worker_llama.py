@@ -1,5 +1,6 @@
-"""llama.cpp through llama_cpp's plain bindings: one batch holds a token of every sequence, as its
-server does.
+"""llama.cpp through the low-level bindings of llama_cpp.
+
+A batch holds one token of every sequence, as in llama.cpp's server.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ import llama_cpp
 import numpy as np
 from worker_protocol import Generate, Timed, serve
 
-BATCH_TOKENS = 2048  # of one llama_decode call, llama.cpp's own default
+BATCH_TOKENS = 2048  # tokens per llama_decode call, the default of llama.cpp
 
 
 class Context:
-    """Room for some sequences of a length, each in its own part of the cache: the faster of the two
-    layouts.
-    """
+    """Cache for some sequences of a length, each in its own part, which is the faster layout."""
 
     def __init__(self, model: llama_cpp.llama_model_p, sequences: int, length: int) -> None:
         parameters = llama_cpp.llama_context_default_params()
-        parameters.n_ctx, parameters.n_seq_max = sequences * -(-length // 256) * 256, sequences
+        parameters.n_ctx = sequences * -(-length // 256) * 256
+        parameters.n_seq_max = sequences
         parameters.n_batch = BATCH_TOKENS
         parameters.n_threads = parameters.n_threads_batch = len(os.sched_getaffinity(0))
         self.handle = llama_cpp.llama_init_from_model(model, parameters)
@@ -32,14 +32,18 @@ class Context:
         assert self.handle, "llama.cpp could not make a context"
 
     def decode(self, entries: list[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """(token, position, sequence, whether to sample after it) → the likeliest next token by
-        sequence.
+        """Decode a batch and return the most likely next token by sequence.
+
+        An entry is (token, position, sequence, whether to sample after it).
         """
         batch = self.batch
         batch.n_tokens = len(entries)
         for index, (token, position, sequence, samples) in enumerate(entries):
-            batch.token[index], batch.pos[index], batch.logits[index] = token, position, samples
-            batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
+            batch.token[index] = token
+            batch.pos[index] = position
+            batch.logits[index] = samples
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = sequence
         assert llama_cpp.llama_decode(self.handle, batch) == 0, "llama_decode failed"
         return {entry[2]: self._best(index) for index, entry in enumerate(entries) if entry[3]}
 
@@ -65,7 +69,7 @@ def start(options: dict[str, Any]) -> Generate:
 
     def generate(prompts: list[list[int]], max_tokens: int) -> Timed:
         context = Context(model, len(prompts), max(map(len, prompts)) + max_tokens)
-        context.decode([(0, 0, 0, True)])  # the first call on a context allocates
+        context.decode([(0, 0, 0, True)])  # the first call allocates memory
         context.clear()
         timed = _generate(context, prompts, max_tokens)
         context.close()
@@ -83,15 +87,15 @@ def _generate(context: Context, prompts: list[list[int]], max_tokens: int) -> Ti
     ]
     tokens: list[list[int]] = [[] for _ in prompts]
     first = 0.0
-    for cut in range(0, len(entries), BATCH_TOKENS):
-        for sequence, token in context.decode(entries[cut : cut + BATCH_TOKENS]).items():
+    for begin in range(0, len(entries), BATCH_TOKENS):
+        for sequence, token in context.decode(entries[begin : begin + BATCH_TOKENS]).items():
             first = first or time.perf_counter() - began
             tokens[sequence].append(token)
     for step in range(max_tokens - 1):
-        news = context.decode(
+        decoded = context.decode(
             [(tokens[n][-1], len(prompt) + step, n, True) for n, prompt in enumerate(prompts)]
         )
-        for sequence, token in news.items():
+        for sequence, token in decoded.items():
             tokens[sequence].append(token)
     return Timed(first, time.perf_counter() - began, tokens)
 

@@ -1,7 +1,6 @@
-"""What the worker scripts share: orders as lines of JSON on stdin, answers as lines of JSON on
-stdout.
+"""The protocol of the worker scripts: requests and answers as lines of JSON on stdin and stdout.
 
-Standard library only, because workers run under the interpreters of other projects.
+This module uses the standard library only, because workers run under other projects' interpreters.
 """
 
 from __future__ import annotations
@@ -16,22 +15,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Timed:
-    """One batch of requests, all submitted at once."""
+    """The result of one batch of requests, all submitted at once."""
 
-    first_seconds: float  # until the first token of any of them
-    seconds: float  # until the last token of all
-    tokens: list[list[int]]  # what each request got
+    first_seconds: float  # time to the first token of any request
+    seconds: float  # time to the last token of all requests
+    tokens: list[list[int]]  # output tokens of each request
 
 
 Generate = Callable[[list[list[int]], int], Timed]  # (prompts, tokens to generate for each)
 
 
 def serve(start: Callable[[dict[str, Any]], Generate]) -> None:
-    """`start` gets the JSON object of the command line, loads the model and returns what answers
-    orders.
+    """Answer requests until stdin is closed.
+
+    `start` receives the JSON object of the command line, loads the model and returns the function
+    that generates.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    os.dup2(2, 1)  # keeps prints of libraries out of the answers
     generate = start(json.loads(sys.argv[1]))
     for line in sys.stdin:
         order = json.loads(line)

@@ -1,4 +1,4 @@
-"""Slipstream as its server runs it: the engine in a process of its own, reached over the link."""
+"""Slipstream as in its server: the engine runs in its own process behind the engine link."""
 
 from __future__ import annotations
 

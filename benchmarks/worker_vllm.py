@@ -1,4 +1,4 @@
-"""vLLM on CPU: its engine in a process of its own, stepped from here."""
+"""vLLM on a CPU: its engine runs in its own process and is stepped from here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from worker_protocol import Generate, Timed, serve
 
-# GiB: enough for every case; its default is half the machine
+# Size of the KV cache in GiB, enough for every case. The default is half of the memory.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -33,8 +33,7 @@ def start(options: dict[str, Any]) -> Generate:
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
         began = time.perf_counter()
-        # It appends a suffix of its own to a request's id, so answers are told apart by the number
-        # in front.
+        # vLLM adds a suffix to request ids, so answers are identified by the number in front.
         numbered = {str(next(numbers)): prompt for prompt in prompts}
         for number, prompt in numbered.items():
             engine.add_request(number, {"prompt_token_ids": prompt}, parameters)
