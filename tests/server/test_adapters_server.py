@@ -162,7 +162,7 @@ def test_weights_without_a_task(server, place, expected, protocol):
     assert ask(server, protocol, token_arrays(**tensors_of(place, "french"))) == expected["french"]
 
 
-def test_a_task_that_nobody_sent(server):
+def test_an_unknown_task_is_refused(server):
     with pytest.raises(triton_grpc.InferenceServerException) as caught:
         ask(server, "grpc", token_arrays(lora_task_id=numpy.array([[9]], dtype=numpy.uint64)))
     assert "LoRA task 9 not found in cache. Please send LoRA weights with request" in str(
@@ -237,7 +237,7 @@ def test_the_tensors_of_an_ensemble(server, place, expected):
         ({"lora_name": 5}, 400, "lora_name must be of type BYTES, got 5"),
     ],
 )
-def test_what_cannot_be_had_says_why_and_disturbs_nobody(server, expected, fields, status, text):
+def test_an_invalid_adapter_is_refused_with_a_reason(server, expected, fields, status, text):
     refused = generate(server, MODEL, **fields)
     assert (refused.status_code, refused.json()["error"].startswith(text)) == (status, True), (
         refused.text
@@ -281,7 +281,7 @@ def test_metrics_count_them(server, place, expected):
         return {name: float(rest.split()[-1]) for name, rest in lines}
 
     wait_for(lambda: values().get("slipstream_adapter_loads_total", 0) >= 1)
-    # rows: as many pages, and nobody uses one
+    # rows: as many pages, and none is in use
     wait_for(lambda: values()["slipstream_adapter_pages_free"] >= 64)
     found = values()
     assert 1 <= found["slipstream_adapters"] <= found["slipstream_adapter_loads_total"]

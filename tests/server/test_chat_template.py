@@ -80,7 +80,7 @@ TOOLS = """\
         {{- '\n{"name": "' + call.name + '", "arguments": ' + call.arguments | tojson + '}' }}
     {%- endfor %}
 {%- else %}
-    {{- 'nobody' }}
+    {{- 'unknown' }}
 {%- endfor %}
 {{- ns.seen }} {{ messages | map(attribute='role') | join(', ') }} {{ strftime_now('%Y') | length }}
 {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think></think>' }}{%- endif %}

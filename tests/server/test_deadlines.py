@@ -1,6 +1,4 @@
-"""A request whose time is over: what there is comes with the reason; one that never ran is told to
-try again.
-"""
+"""Requests past their deadline: a running one ends with its tokens, a waiting one is refused."""
 
 from __future__ import annotations
 
@@ -87,8 +85,8 @@ def test_what_is_no_number_of_microseconds_or_priority_is_refused(stack, name, v
 def test_http_answers_with_what_there_is(stack, model):
     stack.engine.deltas = RAN
     answer = generate(stack, model, "generate")
-    told = json.loads(answer.body)
-    assert (answer.status, told["text_output"], told["finish_reason"]) == (
+    document = json.loads(answer.body)
+    assert (answer.status, document["text_output"], document["finish_reason"]) == (
         200,
         stack.text,
         "timeout",

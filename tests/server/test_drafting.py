@@ -44,7 +44,7 @@ def target(engine_folder) -> Iterator[TextGenerator]:
 
 
 class Wrong:
-    """Guesses that are right now and then, by chance only."""
+    """A draft model whose tokens are accepted only by chance."""
 
     async def generate(self, request: TextRequest):
         yield TextOutput(

@@ -158,17 +158,17 @@ async def test_a_diamond_of_steps_written_in_any_order(
 
 async def test_only_the_steps_that_are_needed_run(tmp_path: Path, registry: ModelRegistry) -> None:
     cheap = add(tmp_path, registry, "cheap", ["x"], ["y"], lambda given: [{"y": 1}])
-    dear = add(tmp_path, registry, "dear", ["x"], ["y"], lambda given: [{"y": 2}])
+    costly = add(tmp_path, registry, "costly", ["x"], ["y"], lambda given: [{"y": 2}])
     model = ensemble(
         tmp_path,
         registry,
         ["IN"],
         ["A", "B"],
         step("cheap", {"x": "IN"}, {"y": "A"}),
-        step("dear", {"x": "IN"}, {"y": "B"}),
+        step("costly", {"x": "IN"}, {"y": "B"}),
     )
     assert values(await run(model, outputs=("A",), IN=5)) == [{"A": 1}]
-    assert (len(cheap.asked), len(dear.asked)) == (1, 0)
+    assert (len(cheap.asked), len(costly.asked)) == (1, 0)
     assert values(await run(model, IN=5)) == [{"A": 1, "B": 2}]
 
 
@@ -290,13 +290,13 @@ def test_a_graph_that_cannot_run_is_refused_with_every_reason(tmp_path: Path) ->
         ["IN"],
         ["OUT", "NEVER"],
         step("part", {"x": "IN", "q": "IN"}, {"y": "OUT"})
-        + step("nobody", {}, {})
+        + step("missing", {}, {})
         + step("part", {"x": "IN", "z": "IN"}, {"y": "OUT"}),
     )
     assert graph_errors(tmp_path, whole, part) == [
         "'part' has no input 'q'",
         "input 'z' of 'part' is not mapped",
-        "there is no model 'nobody' here",
+        "there is no model 'missing' here",
         "'OUT' already comes from step 0 ('part')",
         "no step makes the ensemble's output 'NEVER'",
     ]

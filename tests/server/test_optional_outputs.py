@@ -163,7 +163,7 @@ def test_a_parameter_asks_a_model_that_declares_nothing(engine_folder, tmp_path)
             )
 
 
-def test_performance_is_told_in_upstreams_names(server):
+def test_performance_metrics_have_upstreams_names(server):
     answer = server.generate("ensemble", text_input="1 2 3", return_perf_metrics=True)
     times = [
         answer[name]
@@ -199,7 +199,7 @@ def close(given: Any, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_scores_of_a_whole_answer(server, reference, model):
     answer, logits = reference
-    told = server.generate(
+    found = server.generate(
         model,
         return_context_logits=True,
         return_generation_logits=True,
@@ -207,17 +207,17 @@ def test_scores_of_a_whole_answer(server, reference, model):
         return_prompt_log_probs=True,
         top_log_probs=3,
     )
-    assert close(told["context_logits"], logits[: len(IDS)])
-    assert close(told["generation_logits"], logits[len(IDS) - 1 : -1])
+    assert close(found["context_logits"], logits[: len(IDS)])
+    assert close(found["generation_logits"], logits[len(IDS) - 1 : -1])
     log_probs = logits.log_softmax(-1)
     of_answer = log_probs[range(len(IDS) - 1, len(IDS) + 5), answer]
-    assert close(told["output_log_probs"], of_answer)
+    assert close(found["output_log_probs"], of_answer)
     # normalised by the length, as upstream's default is
-    assert close(told["cum_log_probs"], of_answer.mean())
-    assert close(told["prompt_log_probs"], log_probs[range(len(IDS) - 1), IDS[1:]])
+    assert close(found["cum_log_probs"], of_answer.mean())
+    assert close(found["prompt_log_probs"], log_probs[range(len(IDS) - 1), IDS[1:]])
     top = log_probs[len(IDS) - 1 : -1].topk(3, dim=-1)
-    assert told["output_top_ids"] == top.indices.flatten().tolist()
-    assert close(told["output_top_log_probs"], top.values)
+    assert found["output_top_ids"] == top.indices.flatten().tolist()
+    assert close(found["output_top_log_probs"], top.values)
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)

@@ -77,7 +77,7 @@ def test_a_message_from_the_engine_comes_out_as_it_went_in(message):
     assert decode_from_engine(encode(message)) == message
 
 
-def test_nan_survives_since_it_marks_a_log_prob_nobody_asked_for():
+def test_nan_of_an_unrequested_log_prob_is_kept():
     found = decode_from_engine(encode(StepOutputs(log_probs=[math.nan, -1.5])))
     assert math.isnan(found.log_probs[0])
     assert found.log_probs[1] == -1.5
@@ -154,7 +154,7 @@ async def test_messages_keep_their_order_both_ways_and_outlive_the_socket_file()
     assert results == [list(range(count))]
 
 
-def test_sending_to_nobody_says_so_instead_of_waiting():
+def test_send_returns_false_when_the_other_end_is_not_connected():
     server = ServerEnd()
     assert server.send(Shutdown()) is False
     server.close()

@@ -182,7 +182,7 @@ def test_a_stream_of_samples_says_whose_each_piece_is(server):
     assert joined == whole
 
 
-def test_the_prompts_scores_are_told_once_whatever_comes_of_it(server):
+def test_the_scores_of_the_prompt_are_sent_once(server):
     asked = {
         "return_prompt_log_probs": True,
         "temperature": 1.5,
@@ -196,9 +196,9 @@ def test_the_prompts_scores_are_told_once_whatever_comes_of_it(server):
         "prompt_log_probs"
     ] == pytest.approx(alone, abs=1e-4)
     events = server.ask("chat", "generate_stream", stream=True, **asked)
-    told = [event for event in events if "prompt_log_probs" in event]
-    assert [event["sequence_index"] for event in told] == [0]
-    assert told[0]["prompt_log_probs"] == pytest.approx(alone, abs=1e-4)
+    found = [event for event in events if "prompt_log_probs" in event]
+    assert [event["sequence_index"] for event in found] == [0]
+    assert found[0]["prompt_log_probs"] == pytest.approx(alone, abs=1e-4)
 
 
 async def test_what_a_request_brings_is_sent_once_for_all_its_sequences(engine_folder):

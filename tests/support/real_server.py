@@ -16,7 +16,7 @@ from slipstream.repository.releases.render import render_template
 from slipstream.repository.releases.tables import list_models
 
 ROOT = Path(__file__).parents[2]
-# Room for every request of a test at once; unless told, an engine takes 512 MiB, and up to a second
+# Room for every request of a test at once. By default an engine takes 512 MiB, and up to a second
 # to zero them.
 CACHE_TOKENS = 16384
 _STARTED = re.compile(

@@ -47,7 +47,7 @@ class ScriptedLoop:
         )
     )
     running: dict[int, _Running] = field(default_factory=dict)
-    news: StepOutputs = field(default_factory=StepOutputs)
+    outputs: StepOutputs = field(default_factory=StepOutputs)
     steps: int = 0
     finished: int = 0
     cancelled: int = 0
@@ -55,10 +55,10 @@ class ScriptedLoop:
 
     def submit(self, request: GenerateRequest) -> None:
         if request.prompt[0] == REFUSE:
-            self.news.errors[request.request_id] = "refused by order"
-            self._tell(request.request_id, [], "error")
+            self.outputs.errors[request.request_id] = "refused by order"
+            self._add_output(request.request_id, [], "error")
         elif request.prompt[0] == SPARED:
-            self._tell(request.request_id, [gc.get_freeze_count()], "length")
+            self._add_output(request.request_id, [gc.get_freeze_count()], "length")
         else:
             self.running[request.request_id] = _Running(request, request.prompt[-1])
 
@@ -66,10 +66,10 @@ class ScriptedLoop:
         for request_id in request_ids:
             if self.running.pop(request_id, None) is not None:
                 self.cancelled += 1
-                self._tell(request_id, [], reason)
+                self._add_output(request_id, [], reason)
 
     def has_work(self) -> bool:
-        return bool(self.running or self.news.request_ids)
+        return bool(self.running or self.outputs.request_ids)
 
     def step(self) -> StepOutputs | None:
         self.steps += 1
@@ -79,8 +79,9 @@ class ScriptedLoop:
         time.sleep(max((seed for seed in seeds if seed < 10_000), default=0) / 1000)
         for request_id, running in list(self.running.items()):
             self._advance(request_id, running)
-        news, self.news = self.news, StepOutputs()
-        return news if news.request_ids else None
+        outputs = self.outputs
+        self.outputs = StepOutputs()
+        return outputs if outputs.request_ids else None
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -110,14 +111,14 @@ class ScriptedLoop:
         if done:
             del self.running[request_id]
             self.finished += 1
-        self._tell(request_id, [running.last], "length" if done else "")
+        self._add_output(request_id, [running.last], "length" if done else "")
 
-    def _tell(self, request_id: int, tokens: list[int], finish_reason: str) -> None:
-        self.news.request_ids.append(request_id)
-        self.news.token_counts.append(len(tokens))
-        self.news.finish_reasons.append(finish_reason)
-        self.news.cached_tokens.append(0)
-        self.news.tokens += tokens
+    def _add_output(self, request_id: int, tokens: list[int], finish_reason: str) -> None:
+        self.outputs.request_ids.append(request_id)
+        self.outputs.token_counts.append(len(tokens))
+        self.outputs.finish_reasons.append(finish_reason)
+        self.outputs.cached_tokens.append(0)
+        self.outputs.tokens += tokens
 
 
 def start_scripted(engine_folder: str, settings: EngineSettings) -> ScriptedLoop:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from slipstream.server.kserve.registry import ModelRegistry
 
 FAILURE_REASONS = ("OTHER", "BACKEND", "CANCELED", "REJECTED")
-_COUNTS = ("prompt_tokens", "output_tokens")
 PHASES = ("compute_input", "compute_infer", "compute_output")
 
 
@@ -298,8 +297,9 @@ class CountedAnswers:
         trace.stamp("REQUEST_END", ended)
         if generated := self._times.generated:
             firsts = [part.first_token_ns for part in generated if part.first_token_ns]
-            prompt, output = (sum(getattr(part, name) for part in generated) for name in _COUNTS)
-            trace.generated(prompt, output, min(firsts, default=0))
+            prompt_tokens = sum(part.prompt_tokens for part in generated)
+            output_tokens = sum(part.output_tokens for part in generated)
+            trace.generated(prompt_tokens, output_tokens, min(firsts, default=0))
         if not self._complete and self._failure is None:
             trace.fail(Code.CANCELLED.name)
 

@@ -135,9 +135,8 @@ def join(answers: Sequence[InferResponse], fillers: Mapping[str, Any] = FILLERS)
 
 def _join_tensors(tensors: Sequence[Tensor], filler: Any) -> Tensor:
     first = tensors[0]
-    largest = tuple(
-        max(dims) for dims in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)
-    )
+    shapes = [tensor.shape[1:] for tensor in tensors]
+    largest = tuple(max(dims) for dims in zip(*shapes, strict=True))
     rows = sum(tensor.shape[0] for tensor in tensors)
     return Tensor(
         first.name, first.datatype, (rows, *largest), one_after_another(tensors, largest, filler)

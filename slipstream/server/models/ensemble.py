@@ -79,7 +79,8 @@ class EnsembleModel(ServedModel):
         if not steps:
             yield tensors, True
             return
-        step, entry = steps[0], self._find_model(steps[0])
+        step = steps[0]
+        entry = self._find_model(step)
         step_request = _step_request(step, entry, tensors, request)
         check_request(step_request, entry.model.config)
         async with aclosing(entry.model.infer(step_request)) as responses:

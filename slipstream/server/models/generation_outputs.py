@@ -186,7 +186,8 @@ def side_outputs(wanted: OutputRequest, completion: Completion) -> list[Tensor]:
 
 
 def _log_probs(wanted: OutputRequest, completion: Completion, start: int) -> list[Tensor]:
-    outputs, sampling = [], wanted.sampling
+    outputs: list[Tensor] = []
+    sampling = wanted.sampling
     if sampling.log_probs:
         values = completion.log_probs[start:]
         outputs.append(Tensor.from_values("cum_log_probs", "FP32", (1, 1), [completion.cumulative]))
@@ -213,7 +214,8 @@ def _log_probs(wanted: OutputRequest, completion: Completion, start: int) -> lis
 def _logits(wanted: OutputRequest, completion: Completion, start: int) -> list[Tensor]:
     """Return the logits of the prompt with the first response, and those of each new token."""
     outputs: list[Tensor] = []
-    sampling, scores = wanted.sampling, completion.scores
+    sampling = wanted.sampling
+    scores = completion.scores
     if sampling.context_logits and not completion.prompt_scored:
         values = np.frombuffer(scores.context_logits, DTYPES["FP32"])
         positions = max(1, completion.prompt_tokens)
@@ -338,12 +340,11 @@ def stack_sequences(sequences: Sequence[list[Tensor]]) -> list[Tensor]:
     """Return the outputs of all sequences as one list of tensors, one row per sequence."""
     if len(sequences) == 1:
         return sequences[0]
-    outputs = []
-    by_name = [{tensor.name: tensor for tensor in sequence} for sequence in sequences]
-    for first in sequences[0]:
-        column = [tensors[first.name] for tensors in by_name if first.name in tensors]
-        outputs.append(_stack(column) if first.name in _ROWS else first)
-    return outputs
+    by_name: dict[str, list[Tensor]] = {}
+    for sequence in sequences:
+        for tensor in sequence:
+            by_name.setdefault(tensor.name, []).append(tensor)
+    return [_stack(by_name[first.name]) if first.name in _ROWS else first for first in sequences[0]]
 
 
 def _stack(column: Sequence[Tensor]) -> Tensor:
@@ -352,8 +353,7 @@ def _stack(column: Sequence[Tensor]) -> Tensor:
     if first.name == "text_output":
         texts = [tensor.strings()[0] for tensor in column]
         return Tensor(first.name, first.datatype, (len(column),), texts)
-    longest = tuple(
-        max(sizes) for sizes in zip(*(tensor.shape[2:] for tensor in column), strict=True)
-    )
+    shapes = [tensor.shape[2:] for tensor in column]
+    longest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
     data = one_after_another(column, (1, *longest), _ROWS[first.name])
     return Tensor(first.name, first.datatype, (1, len(column), *longest), data)

@@ -99,7 +99,8 @@ def _byte_fallback_steps(
     if "ByteFallback" not in kinds:
         return None
     middle = kinds.index("ByteFallback")
-    before, after = steps[:middle], steps[middle + 1 :]
+    before = steps[:middle]
+    after = steps[middle + 1 :]
     if any(step["type"] != "Replace" or "String" not in step["pattern"] for step in before):
         return None
     if [step["type"] for step in after] not in (["Fuse"], ["Fuse", "Strip"]) or after[-1].get(
@@ -211,7 +212,8 @@ class ByteFallbackDetokenizer:
     def _end_run(self) -> str:
         if not self._run:
             return ""
-        run, self._run = self._run, bytearray()
+        run = self._run
+        self._run = bytearray()
         try:
             return run.decode()
         except UnicodeDecodeError:
@@ -357,7 +359,8 @@ class StopWordFilter:
             self._read += 1
             word = automaton.longest_word[self._state]
             if word and (self.match_start is None or self._read - word < self.match_start):
-                self.match_start, self._match_end = self._read - word, self._read
+                self.match_start = self._read - word
+                self._match_end = self._read
             earliest_possible = self._read - automaton.depth[self._state]
             if self.match_start is not None and earliest_possible >= self.match_start:
                 self.stopped = True
@@ -370,7 +373,8 @@ class StopWordFilter:
             self._held = ""
         else:
             cut = len(self._held) - self._automaton.depth[self._state]
-            released, self._held = self._held[:cut], self._held[cut:]
+            released = self._held[:cut]
+            self._held = self._held[cut:]
         self._released += len(released)
         return released
 
