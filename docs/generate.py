@@ -22,11 +22,11 @@ from slipstream.server.openai.describe import openai_paths
 DOCS = Path(__file__).parent
 HTTP_HEAD = """# HTTP routes
 
-This page is generated from the OpenAPI document that a server returns at `/openapi.json`. `/docs` on a
-running server shows the same routes with forms to try them.
+This page is generated from the OpenAPI document that a server returns at `/openapi.json`. `/docs`
+on a running server shows the same routes with forms to try them.
 
-[Write requests](../requests.md) explains the fields of `generate`, [OpenAI clients](../openai.md) those
-of `/v1`.
+[Write requests](../requests.md) explains the fields of `generate`, and
+[OpenAI clients](../openai.md) those of `/v1`.
 """
 
 

@@ -17,8 +17,8 @@ _WIDTH = 100
 _INTRODUCTION = """# Command-line reference
 
 This page is generated from the parsers of the commands. Every command prints the same with `-h`.
-Long options are accepted with `-` or `_`, as `--x v` or `--x=v`, and, except by `tritonserver`, by a
-unique prefix.
+Long options are accepted with `-` or `_`, as `--x v` or `--x=v`. A unique prefix is enough, except
+for `tritonserver`.
 """
 
 
