@@ -116,7 +116,7 @@ def _compare(
     missing = _drop_nested(path for path in expected.lines if path not in ours.lines)
     extra = _drop_nested(path for path in ours.lines if path not in expected.lines)
     for path in missing:
-        text = f"is not here, though repositories like {release} have it"
+        text = f"is missing; repositories like {release} have it"
         problems.warn(file, _nearest_line(ours, path), path, text + _suggest_name(path, extra))
     for path in extra:
         # read_parameters has already reported unknown parameters

@@ -105,7 +105,7 @@ PARAMETERS: Mapping[Role, Mapping[str, str]] = {
 
 _EXPECTED = {
     "int": "an integer",
-    "fraction": "a number over 0 and up to 1",
+    "fraction": "a number above 0 and at most 1",
     "bool": "true or false",
 }
 

@@ -37,7 +37,7 @@ def parse_substitutions(text: str) -> dict[str, str]:
     for piece in _split(text, ","):
         key, *rest = _split(piece, ":", once=True)
         if not rest or not key.strip():
-            raise FillError(f"'{piece}' is not key:value; pieces are key:value with commas between")
+            raise FillError(f"'{piece}' is not key:value; separate key:value pairs with commas")
         values[_unescape(key).strip()] = _unescape(rest[0])
     return values
 
@@ -72,9 +72,7 @@ def report(file: str, text: str, filled: FillResult) -> list[str]:
         for key in filled.unknown
     ]
     if filled.left:
-        lines.append(
-            f"{file}: left unfilled, so they mean their defaults: {', '.join(filled.left)}"
-        )
+        lines.append(f"{file}: not filled, so their defaults are used: {', '.join(filled.left)}")
     return lines
 
 

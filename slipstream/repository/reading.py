@@ -13,13 +13,14 @@ class Reading(NamedTuple):
     problems: Problems
 
     def list_errors(self, model: RepositoryModel) -> list[Problem]:
+        """Return the errors in a model's folder."""
         folder = str(model.folder)
         return [
             p for p in self.problems.errors if p.file == folder or p.file.startswith(folder + "/")
         ]
 
     def list_startable_engines(self, names: list[str]) -> list[str]:
-        """The engine models that these models need, and that can be started."""
+        """Return the engine models that these models need and that have no errors."""
         needed = {part for name in names for part in self.repository.needed_by(name)}
         models = self.repository.models
         return [

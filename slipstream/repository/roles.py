@@ -6,7 +6,7 @@ them to one set of field names, those of the generate endpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -48,6 +48,7 @@ class TextFields:
 
 
 def find_role(config: ModelConfig) -> Role:
+    """Return the role of a model, by its backend and the names of its tensors."""
     if config.is_ensemble:
         return Role.ENSEMBLE
     inputs = config.input_names
@@ -94,6 +95,7 @@ def takes_comma_words(preprocessing: ModelConfig) -> bool:
 
 
 def bls_fields(config: ModelConfig) -> TextFields:
+    """Return the fields of a BLS model's tensors."""
     inputs = {name: ALIASES.get(name, name) for name in config.input_names}
     return TextFields(inputs, {name: name for name in config.output_names})
 
@@ -107,16 +109,22 @@ def ensemble_fields(config: ModelConfig, roles: Mapping[str, Role]) -> TextField
     outputs = {name: name for name in config.output_names}
     for step in config.ensemble_steps:
         role = roles.get(step.model_name)
-        for tensor, name in step.input_map.items():
-            if name in inputs and role is Role.PREPROCESSING:
+        if role is Role.PREPROCESSING:
+            for tensor, name in _mapped_to(step.input_map, inputs):
                 inputs[name] = PREPROCESSING_FIELDS.get(tensor, tensor)
-            elif name in inputs and role is Role.ENGINE:
-                inputs.update(
-                    {name: ENGINE_FIELDS.get(tensor, tensor)} if inputs[name] == name else {}
-                )
-        for tensor, name in step.output_map.items():
-            if name in outputs and role is Role.POSTPROCESSING:
-                outputs[name] = POSTPROCESSING_FIELDS.get(tensor, tensor)
-            elif name in outputs and role is Role.ENGINE:
+        elif role is Role.ENGINE:
+            for tensor, name in _mapped_to(step.input_map, inputs):
+                # a tensor that preprocessing also reads already has its field
+                if inputs[name] == name:
+                    inputs[name] = ENGINE_FIELDS.get(tensor, tensor)
+            for tensor, name in _mapped_to(step.output_map, outputs):
                 outputs[name] = tensor
+        elif role is Role.POSTPROCESSING:
+            for tensor, name in _mapped_to(step.output_map, outputs):
+                outputs[name] = POSTPROCESSING_FIELDS.get(tensor, tensor)
     return TextFields(inputs, outputs)
+
+
+def _mapped_to(tensors: Mapping[str, str], names: Container[str]) -> list[tuple[str, str]]:
+    """Return the (tensor of the step, tensor of the ensemble) pairs whose second is in `names`."""
+    return [(tensor, name) for tensor, name in tensors.items() if name in names]

@@ -131,7 +131,7 @@ def test_a_missing_tensor_is_reported_with_the_release_that_has_it(tmp_path: Pat
     ]
     first = next(number for number, line in enumerate(lines, 1) if '"input_ids"' in line)
     assert found == [
-        f"{file}:{first}: input.lora_task_id: is not here, though repositories like v0.9 have it"
+        f"{file}:{first}: input.lora_task_id: is missing; repositories like v0.9 have it"
     ]
 
 

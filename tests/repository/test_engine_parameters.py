@@ -108,9 +108,9 @@ def test_a_parameter_changes_the_model_or_is_reported(tmp_path, name):
     parameters = {name: VALUES[name]}
     if name == "engine_dir":
         parameters["gpt_model_path"] = ""  # gpt_model_path is used first if both are set
-    model, said = read(tmp_path / "changed", parameters)
-    answered = [problem.text for problem in said if name in problem.key]
-    assert used_values(model) != used_values(plain) or answered
+    model, problems = read(tmp_path / "changed", parameters)
+    reported = [problem.text for problem in problems if name in problem.key]
+    assert used_values(model) != used_values(plain) or reported
 
 
 def read_settings(tmp_path: Path, **parameters: str) -> dict:
@@ -174,9 +174,9 @@ def test_parameters_become_engine_settings(tmp_path, parameters, expected):
 )
 def test_a_negative_number_is_reported_and_the_default_used(tmp_path, name):
     plain, _ = read(tmp_path / "plain", {name: ""})
-    model, said = read(tmp_path / "changed", {name: "-4"})
+    model, problems = read(tmp_path / "changed", {name: "-4"})
     assert used_values(model) == used_values(plain)
-    assert [problem.text for problem in said if name in problem.key] == [
+    assert [problem.text for problem in problems if name in problem.key] == [
         "expected a number over 0, got '-4'; using the default"
     ]
 

@@ -42,7 +42,7 @@ def test_a_misspelt_key_is_reported_with_the_nearest_one() -> None:
     assert lines == [
         "f: no variable ${triton_max_batch} in it, 'triton_max_batch' was not used; "
         "did you mean 'triton_max_batch_size'?",
-        "f: left unfilled, so they mean their defaults: triton_max_batch_size",
+        "f: not filled, so their defaults are used: triton_max_batch_size",
     ]
 
 

@@ -103,7 +103,7 @@ def test_an_invalid_parameter_keeps_its_default_with_a_warning(
     assert repository.engines["tensorrt_llm"].settings == EngineSettings(max_beam_width=1)
     said = [problem.text for problem in repository.warnings if "using the default" in problem.text]
     assert [text for text in said if "was not filled" not in text] == [
-        "expected a number over 0 and up to 1, got 'half'; using the default",
+        "expected a number above 0 and at most 1, got 'half'; using the default",
         "expected true or false, got 'perhaps'; using the default",
     ]
 
