@@ -1,6 +1,4 @@
-"""The arithmetic of benchmarks/: medians, ratios and limits on given numbers. Nothing is timed
-here.
-"""
+"""The arithmetic of benchmarks/ on given numbers: medians, ratios and limits. Nothing is timed."""
 
 import runpy
 import subprocess
@@ -46,7 +44,7 @@ def test_a_figure_is_the_median_and_contenders_without_samples_have_none(table):
     ) == {"slipstream": 2.0, "llama.cpp": 5.0}
 
 
-def test_ratios_are_ours_over_the_peers_and_the_limit_is_one(table):
+def test_ratios_divide_our_figure_by_the_peers_and_by_the_limit(table):
     rate = table["Row"]("decode", "tok/s", True, {"slipstream": 30.0, "llama.cpp": 20.0}, 120.0)
     assert (rate.ratio("llama.cpp"), rate.ratio("vllm"), rate.of_limit) == (1.5, None, 0.25)
     time = table["Row"]("first token", "ms", False, {"slipstream": 40.0, "llama.cpp": 80.0}, 10.0)
@@ -72,7 +70,7 @@ def test_the_work_of_a_model_is_counted_from_its_sizes(limits):
     assert work.attention == 4 * 2 * 64
 
 
-def test_one_stream_is_bound_by_reading_and_a_prompt_by_products(limits):
+def test_one_stream_is_bound_by_memory_reads_and_a_prompt_by_operations(limits):
     work = limits["Work"](weights=900, head=100, weight_bytes=2.0, cache_bytes=10, attention=0)
     slow_memory = limits["Machine"](bandwidth=1000.0, operations=1e9)
     assert work.decode_rate(slow_memory, 90, 20) == pytest.approx(1000 / (2000 + 100 * 10))
@@ -83,31 +81,33 @@ def test_one_stream_is_bound_by_reading_and_a_prompt_by_products(limits):
     assert work.decode_seconds(slow_products, 4, 50) == pytest.approx(4 * 2 * 1000 / 1000)
 
 
-def test_a_batch_pays_for_its_prompts_once_and_then_for_each_step(limits):
+def test_the_time_of_a_batch_is_one_prefill_and_its_decode_steps(limits):
     work = limits["Work"](weights=900, head=100, weight_bytes=2.0, cache_bytes=0, attention=0)
     machine = limits["Machine"](bandwidth=1000.0, operations=1e9)
-    prefill, step = 2.0, 2.0  # both one read of the weights
+    # seconds of one read of the weights each
+    prefill = 2.0
+    step = 2.0
     assert work.batch_rate(machine, 8, 16, 11) == pytest.approx(
         8 * 11 / (prefill + 10 * step), rel=1e-3
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "text"),
     [
         (["--help"], 0, "--llama-python"),
-        (["--peers", "nobody"], 2, "unknown peers: nobody"),
+        (["--peers", "other"], 2, "unknown peers: other"),
     ],
 )
-def test_the_command_explains_itself(arguments, code, said):
+def test_cpu_benchmark_prints_help_and_refuses_unknown_peers(arguments, code, text):
     command = [sys.executable, str(BENCHMARKS / "cpu.py"), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == code
-    assert said in result.stdout + result.stderr
+    assert text in result.stdout + result.stderr
 
 
 @pytest.mark.slow
-def test_adapters_are_compared_with_the_base():
+def test_adapters_benchmark_prints_a_line_per_kind_of_modules():
     command = [
         sys.executable,
         str(BENCHMARKS / "adapters.py"),
