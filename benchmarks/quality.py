@@ -60,7 +60,7 @@ class Scored(NamedTuple):
 
 def score(loop: EngineLoop, windows: list[list[int]]) -> Scored:
     parts = [
-        _scored(
+        _score_window(
             torch.frombuffer(bytearray(logits), dtype=torch.float32).view(len(window), -1), window
         )
         for window, logits in zip(windows, _context_logits(loop, windows), strict=True)
@@ -81,7 +81,7 @@ def _context_logits(loop: EngineLoop, windows: list[list[int]]) -> Iterator[byte
         yield found
 
 
-def _scored(logits: torch.Tensor, window: list[int]) -> Scored:
+def _score_window(logits: torch.Tensor, window: list[int]) -> Scored:
     logits = logits[:-1]
     top = logits.topk(2, dim=-1)
     next_tokens = torch.tensor(window[1:])[:, None]

@@ -362,7 +362,7 @@ class FileReading:
             return None
         if isinstance(value, Message):
             self.problems.error(
-                self.file, line, where, f"expected {_expected(kind)}, got a message in braces"
+                self.file, line, where, f"expected {_describe_type(kind)}, got a message in braces"
             )
             return None
         if value.kind == "placeholder":
@@ -409,7 +409,7 @@ def _empty(kind: str) -> Any:
     return _SCALARS[kind]
 
 
-def _expected(kind: str) -> str:
+def _describe_type(kind: str) -> str:
     if kind in ENUMS:
         return "one of " + ", ".join(ENUMS[kind])
     return {"string": "a string in quotes", "bool": "true or false", "float": "a number"}.get(
@@ -420,7 +420,7 @@ def _expected(kind: str) -> str:
 def _scalar(kind: str, value: Scalar) -> tuple[str, Any]:
     """Return (problem, value): an empty problem, or a problem and None."""
     shown = f'"{value.text}"' if value.kind == "string" else value.text
-    wrong = f"expected {_expected(kind)}, got {shown}"
+    wrong = f"expected {_describe_type(kind)}, got {shown}"
     if kind == "string":
         return ("", value.text) if value.kind == "string" else (wrong, None)
     if value.kind == "string":

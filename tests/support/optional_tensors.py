@@ -40,7 +40,7 @@ OUTPUTS = {
 _LAST_OUTPUT = '{ name: "generation_logits" data_type: TYPE_FP32 dims: [ -1, -1, -1 ] }'
 
 
-def declared(text: str, flags: bool = True) -> str:
+def declare_tensors(text: str, flags: bool = True) -> str:
     """Return a configuration with the optional tensors, or with its outputs only without `flags`."""
     kinds = [
         *((name, "BOOL") for name in FLAGS),
@@ -83,5 +83,5 @@ def write_declared(repo: Path, engine: Path, *, flags: bool = True, **values: st
     for name in ("chat", "ensemble", "preprocessing", "postprocessing", "tensorrt_llm"):
         (repo / name / "1").mkdir(parents=True)
         text = fill(template("tensorrt_llm_bls" if name == "chat" else name), settings)
-        (repo / name / "config.pbtxt").write_text(declared(text, flags))
+        (repo / name / "config.pbtxt").write_text(declare_tensors(text, flags))
     return repo

@@ -140,10 +140,10 @@ def test_an_interrupted_import_leaves_nothing_half_written(
     """An interrupted build leaves nothing. A later interruption leaves the engine and no model."""
     folder, _ = save_model("llama")
 
-    def interrupted(*arguments: object) -> None:
+    def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(place, interrupted)
+    monkeypatch.setattr(place, interrupt)
     result = run("import", "-m", "tiny", "-s", folder)
     assert result.exit_code == 1
     assert result.stderr == "triton - ERROR - interrupted; nothing was left behind\n"

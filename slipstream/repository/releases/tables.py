@@ -61,7 +61,7 @@ class ModelTable:
 
 
 def find_release(text: str) -> str:
-    """Return the release with tables here whose templates `text` (v0.11, 0.10.0) has."""
+    """Return the release of RELEASES whose templates `text` (such as v0.11 or 0.10.0) shares."""
     name = text if text.startswith(("v", "20")) else f"v{text}"
     name = ".".join(name.split(".")[:2])
     name = _SAME_AS.get(name, name)
