@@ -15,7 +15,7 @@ from typing import Any
 from slipstream.cli.reference import render_reference
 from slipstream.request_fields.markdown import page as render_request_fields
 from slipstream.server.http.pages import openapi_document
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.openai import deep_health
 from slipstream.server.openai.describe import openai_paths
 

@@ -231,7 +231,7 @@ def test_the_server_process_loads_no_torch():
         "slipstream.server.services",
         "slipstream.server.engine_link.client",
         "slipstream.server.http.routes",
-        "slipstream.server.kserve.registry",
+        "slipstream.server.kserve.inference",
     ]
     code = f"import sys, {', '.join(modules)}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -18,8 +18,7 @@ from slipstream.server.engine_link.client import EngineClient, EngineStartFailed
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.kserve.inference import ServedModel
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry, ServedModel
 from slipstream.server.models.build import engine_names, served_model
 from slipstream.server.models.factories import ModelFactory, find_factory
 from slipstream.server.models.generating import ServedEngine

@@ -16,7 +16,7 @@ from slipstream.repository.models import RepositoryModel, inspect_repository
 from slipstream.repository.reading import Reading
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.kserve.errors import InferenceError, Unavailable
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.kserve.repository_control import NOT_EXPLICIT, cannot_poll
 from slipstream.server.loaded_models import (
     READY,

@@ -17,7 +17,7 @@ from slipstream.server.http.routes import HttpRoutes
 from slipstream.server.http.server import HttpServer
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.metrics.latency_metrics import MetricsConfig
 from slipstream.server.metrics.metrics import ServerMetrics

@@ -29,7 +29,7 @@ from slipstream.repository.models import read_repository
 from slipstream.server.kserve.access import Access, parse_restrictions
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.kserve.tensor_bytes import pack
 from slipstream.server.kserve.tensors import Tensor

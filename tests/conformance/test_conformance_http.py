@@ -19,7 +19,7 @@ from tiny_text import EchoEngine, text_registry, write_engine_folder, write_reco
 
 from slipstream.repository.models import read_repository
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.build import build_registry
 from slipstream.server.services import create_app, create_context
 

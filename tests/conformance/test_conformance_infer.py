@@ -14,7 +14,7 @@ from recordings import http_cases, recorded_bytes
 from test_conformance_http import PHRASES, send
 
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.kserve.repository_control import NoControl
 from slipstream.server.kserve.shared_memory import PLACE, SharedMemory
 from slipstream.server.log.output import HANDLER

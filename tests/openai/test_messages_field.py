@@ -21,7 +21,7 @@ from slipstream.repository.models import read_repository
 from slipstream.repository.problems import Problems
 from slipstream.server.http.generate import generate_request
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.build import build_registry
 from slipstream.server.services import create_app
 

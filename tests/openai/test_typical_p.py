@@ -26,7 +26,7 @@ from slipstream import LLM
 from slipstream.repository.models import read_repository
 from slipstream.repository.roles import Role
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.build import build_registry
 from slipstream.server.services import create_app
 

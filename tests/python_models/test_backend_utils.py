@@ -13,8 +13,7 @@ import pytest
 from python_model_harness import MIMIC, ask, models_of, open_models, said, text_tensor, write_model
 
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.kserve.inference import InferRequest
-from slipstream.server.kserve.registry import ModelVersion
+from slipstream.server.kserve.inference import InferRequest, ModelVersion
 from slipstream.server.python_models.calls import PythonModelContext
 from slipstream.server.python_models.model import PythonModel
 

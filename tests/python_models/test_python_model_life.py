@@ -27,8 +27,7 @@ from python_model_harness import (
 from slipstream.repository.models import read_repository
 from slipstream.repository.problems import RepositoryError
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.kserve.inference import InferRequest
-from slipstream.server.kserve.registry import ModelVersion
+from slipstream.server.kserve.inference import InferRequest, ModelVersion
 from slipstream.server.python_models.calls import PythonModelContext
 from slipstream.server.python_models.model import PythonModel, RestartLimit
 

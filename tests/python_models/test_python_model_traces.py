@@ -11,7 +11,7 @@ from python_model_harness import CONFORMANCE, models_of, write_model
 from span_collector import Collector
 
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.python_models.factory import PythonModels
 from slipstream.server.services import create_app, create_context

@@ -19,8 +19,7 @@ from python_model_harness import (
 )
 
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.kserve.inference import InferRequest
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import InferRequest, ModelRegistry
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.python_models.factory import PythonModels
 

@@ -15,8 +15,7 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
 from slipstream.server.engine_link.in_process import InProcessEngine
-from slipstream.server.kserve.inference import InferRequest
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import InferRequest, ModelRegistry
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models.build import build_registry
 from slipstream.server.text.pipeline import TextGenerator

@@ -14,7 +14,7 @@ from http_support import Answer, Connection, RunningServer, request_bytes
 from python_model_harness import CONFORMANCE, MIMIC, models_of
 
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.python_models.factory import PythonModels
 from slipstream.server.python_models.model import PythonModel
 from slipstream.server.services import create_app

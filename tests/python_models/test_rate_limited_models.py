@@ -9,7 +9,7 @@ import pytest
 from python_model_harness import ask, models_of, said, write_model
 
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.python_models.factory import PythonModels
 from slipstream.server.python_models.model import PythonModel
 from slipstream.server.python_models.rate_limiter import GLOBAL, RateLimiter

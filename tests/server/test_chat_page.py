@@ -18,7 +18,7 @@ from http_support import Answer, RunningServer, get
 
 from slipstream.server.kserve.access import Access, Restriction
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.openai.fields import ChatFields, CompletionFields
 from slipstream.server.services import create_app, create_context
 

@@ -18,11 +18,11 @@ from test_pipeline_text import SpokenEngine
 from tiny_text import BEGIN, write_engine_folder
 
 from slipstream.repository.models import read_repository
-from slipstream.server.engine_link.engine import RequestOutput
+from slipstream.server.engine_link.mailbox import RequestOutput
 from slipstream.server.grpc.options import GrpcOptions, add_port
 from slipstream.server.grpc.service import create_grpc_server
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.build import build_registry
 from slipstream.server.services import create_app
 from slipstream.server.text.pipeline import TextGenerator

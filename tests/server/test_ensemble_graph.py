@@ -14,8 +14,12 @@ from slipstream.repository.config import ModelConfig, read_model_config
 from slipstream.repository.ensembles import check_graph, needed_steps, run_order
 from slipstream.repository.problems import Problems
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import (
+    InferRequest,
+    InferResponse,
+    ModelRegistry,
+    ServedModel,
+)
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models.ensemble import EnsembleModel
 

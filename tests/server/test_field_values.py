@@ -13,15 +13,17 @@ from slipstream.repository.templates import template
 from slipstream.request_fields.field import Range
 from slipstream.request_fields.table import ENGINE_FIELDS, FIELDS, number_range, word_bounds
 from slipstream.server.fields.prompts import prompt_table_salt
-from slipstream.server.fields.sampling import (
+from slipstream.server.fields.token_requests import read_word_list
+from slipstream.server.fields.values import (
+    FieldValue,
+    RequestFields,
     cache_salt,
     never_ends,
     pack_words,
+    read_request_fields,
     sampling_params,
     unpack_words,
 )
-from slipstream.server.fields.token_requests import read_word_list
-from slipstream.server.fields.values import FieldValue, RequestFields, read_request_fields
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.tensors import Tensor

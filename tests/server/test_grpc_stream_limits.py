@@ -15,8 +15,7 @@ from slipstream.server.grpc.protocol import messages
 from slipstream.server.grpc.service import create_grpc_server
 from slipstream.server.grpc.transport import ClientGone, Streaming, create_server
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.inference import InferResponse, ServedModel
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import InferResponse, ModelRegistry, ServedModel
 from slipstream.server.services import create_context
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"

@@ -18,7 +18,7 @@ from slipstream.server.kserve.access import (
     parse_restrictions,
 )
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.services import create_app, create_context
 
 ROUTES = {

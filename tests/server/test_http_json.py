@@ -11,10 +11,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slipstream.server.http import json_reader
-from slipstream.server.http.json_reader import MAX_DEPTH, ExactReader, Members, parse_json
+from slipstream.server.kserve import triton_json as json_reader
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.kserve.json_writer import write_double, write_string, write_values
+from slipstream.server.kserve.triton_json import (
+    MAX_DEPTH,
+    ExactReader,
+    Members,
+    parse_json,
+    write_double,
+    write_string,
+    write_values,
+)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))  # without halves of surrogate pairs
 values = st.recursive(

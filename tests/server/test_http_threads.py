@@ -13,10 +13,10 @@ from grpc_support import recorded_registry
 from http_support import RunningServer, post
 
 from slipstream.server.http import generate, infer_request
-from slipstream.server.http.json_reader import parse_json
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.shared_memory import PLACE, SharedMemory
+from slipstream.server.kserve.triton_json import parse_json
 from slipstream.server.openai import completions
 from slipstream.server.openai.fields import read_fields
 from slipstream.server.services import create_app

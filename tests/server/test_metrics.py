@@ -15,8 +15,12 @@ from scripted_engine import ScriptedLoop
 
 from slipstream.engine.messages import EngineStats
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
-from slipstream.server.kserve.registry import ModelVersion
+from slipstream.server.kserve.inference import (
+    InferRequest,
+    InferResponse,
+    ModelVersion,
+    ServedModel,
+)
 from slipstream.server.metrics.families import Family
 from slipstream.server.metrics.metrics import ModelCounters, ServerMetrics
 from slipstream.server.services import serve_metrics

@@ -17,8 +17,12 @@ from slipstream.repository.models import RepositoryModel
 from slipstream.server.engine_link.client import Supervision
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.kserve.errors import InferenceError, Unavailable
-from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import (
+    InferRequest,
+    InferResponse,
+    ModelRegistry,
+    ServedModel,
+)
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.models.factories import ModelFactory
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from slipstream.engine.messages import EngineInfo
 from slipstream.engine.request import SamplingParams
-from slipstream.server.engine_link.engine import RequestOutput, TextOutput, TextRequest
+from slipstream.server.engine_link.engine import TextOutput, TextRequest
+from slipstream.server.engine_link.mailbox import RequestOutput
 from slipstream.server.text.chat import ChatError
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.pipeline import PromptError, TextGenerator, bad_word_tokens

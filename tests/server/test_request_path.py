@@ -25,7 +25,7 @@ from slipstream.server.options import Port, ServerOptions
 from slipstream.server.services import Services
 
 SERVER = str(Path(sys.modules[Services.__module__].__file__ or "").parent)
-MAX_MODULES = 30
+MAX_MODULES = 20
 MAX_ITERATORS = 5
 ITERATORS = [
     "metrics/statistics.py CountedAnswers.__anext__",

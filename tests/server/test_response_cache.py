@@ -13,13 +13,18 @@ import pytest
 from slipstream.repository.config import ModelConfig, read_model_config
 from slipstream.repository.problems import Problems
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
-from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
+from slipstream.server.kserve.inference import (
+    InferRequest,
+    InferResponse,
+    ModelRegistry,
+    ModelVersion,
+    ServedModel,
+)
 from slipstream.server.kserve.tensors import Tensor
-from slipstream.server.metrics.histograms import Summary
 from slipstream.server.metrics.latency_metrics import MetricsConfig
 from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.metrics.statistics import model_statistics
+from slipstream.server.metrics.summaries import Summary
 from slipstream.server.models.response_cache import (
     ENTRY_BYTES,
     CachedModel,

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from test_pipeline_text import SpokenEngine, collect
 
 from slipstream.engine.constraints.bad_words import BadTexts, Spelling
-from slipstream.server.engine_link.engine import RequestOutput, TextRequest
+from slipstream.server.engine_link.engine import TextRequest
+from slipstream.server.engine_link.mailbox import RequestOutput
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.server.text.vocabulary import tokenizer_vocabulary
 

@@ -22,7 +22,7 @@ from slipstream.server.grpc.options import GrpcOptions, add_port
 from slipstream.server.grpc.service import create_grpc_server
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.models.build import build_registry
 from slipstream.server.text.pipeline import TextGenerator

@@ -26,8 +26,7 @@ from slipstream.server.grpc.service import create_grpc_server
 from slipstream.server.grpc.transport import Transport
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.inference import InferRequest, InferResponse
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import InferRequest, InferResponse, ModelRegistry
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.model_loader import ModelLoader

@@ -18,7 +18,7 @@ from slipstream.engine_worker.process import start_real_engine
 from slipstream.repository.models import read_repository
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.metrics.metrics import ServerMetrics
 from slipstream.server.models.build import build_registry
 from slipstream.server.services import create_app, create_context

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.repository.models import RepositoryModel, inspect_repository
-from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import (
+    InferRequest,
+    InferResponse,
+    ModelRegistry,
+    ServedModel,
+)
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.python_models.factory import PythonModels
 from slipstream.server.python_models.model import PythonModel

@@ -18,8 +18,9 @@ from slipstream.engine.request import GenerateRequest, SamplingParams
 from slipstream.model.spec import ModelSpec
 from slipstream.repository.models import Repository
 from slipstream.repository.templates import write_repository
-from slipstream.server.engine_link.engine import EngineUnavailable, RequestOutput
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.engine_link.engine import EngineUnavailable
+from slipstream.server.engine_link.mailbox import RequestOutput
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.build import build_registry
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer

@@ -13,8 +13,9 @@ from typing import Protocol
 
 from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.engine.cache.retention import Retention
-from slipstream.engine.messages import Beam, EngineInfo, EngineStats, Scores, Timing
+from slipstream.engine.messages import Beam, EngineInfo, EngineStats
 from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
+from slipstream.server.engine_link.mailbox import RequestOutput
 
 UNASSIGNED = 0  # request id of a GenerateRequest before `Engine.submit` gives it one
 
@@ -65,47 +66,6 @@ class TextRequest:
     retention: Retention | None = None  # retention priority of the cache blocks it leaves
     # called with each request in flight, so that it can be cancelled from elsewhere
     submitted: Callable[[InFlight], None] | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What is new of one request since the last read.
-
-    A non-empty `finish_reason` makes it the last output.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] | None = None  # one per token; None when not requested
-    top_log_probs: list[list[tuple[int, float]]] | None = None  # per token; None: not requested
-    finish_reason: str = ""
-    cached_tokens: int = 0
-    error: str = ""
-    scores: Scores | None = None  # logits and prompt log-probabilities, where requested
-    timing: Timing | None = None  # with the last output, where requested
-    beams: Sequence[Beam] | None = None  # with the last output of a beam search, best first
-    lost: bool = False  # the error is the loss of the engine, not a fault of the request
-
-    def merge(self, newer: RequestOutput) -> None:
-        """Append a newer output of the same request."""
-        self.tokens += newer.tokens
-        if newer.log_probs is not None:
-            if self.log_probs is None:
-                self.log_probs = []
-            self.log_probs += newer.log_probs
-        if newer.top_log_probs is not None:
-            if self.top_log_probs is None:
-                self.top_log_probs = []
-            self.top_log_probs += newer.top_log_probs
-        self.finish_reason = newer.finish_reason
-        self.cached_tokens = max(self.cached_tokens, newer.cached_tokens)
-        self.error = newer.error
-        self.lost = newer.lost
-        self.timing = newer.timing
-        self.beams = newer.beams
-        if self.scores is None:
-            self.scores = newer.scores
-        elif newer.scores is not None:
-            self.scores.merge(newer.scores)
 
 
 @dataclass(frozen=True, slots=True)

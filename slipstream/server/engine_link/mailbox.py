@@ -7,12 +7,52 @@ queue: `max_tokens` bounds what waits for it. `deliver` is called on the reader'
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from slipstream.engine.messages import StepOutputs
+from slipstream.engine.messages import Beam, Scores, StepOutputs, Timing
 from slipstream.engine.request import GenerateRequest, SamplingParams
-from slipstream.server.engine_link.engine import RequestOutput
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What is new of one request since the last read.
+
+    A non-empty `finish_reason` makes it the last output.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] | None = None  # one per token; None when not requested
+    top_log_probs: list[list[tuple[int, float]]] | None = None  # per token; None: not requested
+    finish_reason: str = ""
+    cached_tokens: int = 0
+    error: str = ""
+    scores: Scores | None = None  # logits and prompt log-probabilities, where requested
+    timing: Timing | None = None  # with the last output, where requested
+    beams: Sequence[Beam] | None = None  # with the last output of a beam search, best first
+    lost: bool = False  # the error is the loss of the engine, not a fault of the request
+
+    def merge(self, newer: RequestOutput) -> None:
+        """Append a newer output of the same request."""
+        self.tokens += newer.tokens
+        if newer.log_probs is not None:
+            if self.log_probs is None:
+                self.log_probs = []
+            self.log_probs += newer.log_probs
+        if newer.top_log_probs is not None:
+            if self.top_log_probs is None:
+                self.top_log_probs = []
+            self.top_log_probs += newer.top_log_probs
+        self.finish_reason = newer.finish_reason
+        self.cached_tokens = max(self.cached_tokens, newer.cached_tokens)
+        self.error = newer.error
+        self.lost = newer.lost
+        self.timing = newer.timing
+        self.beams = newer.beams
+        if self.scores is None:
+            self.scores = newer.scores
+        elif newer.scores is not None:
+            self.scores.merge(newer.scores)
 
 
 class InFlightRequest:

@@ -8,7 +8,7 @@ A table of embeddings (prompt tuning) has the rows of token ids beyond the vocab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -25,14 +25,8 @@ from slipstream.server.text.messages import MessageError, template_messages, unk
 from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
-MESSAGES = "messages"
-UNDECLARED = (
-    "A conversation is taken by models whose config.pbtxt declares the input "
-    '{ name: "messages" data_type: TYPE_STRING dims: [ 1 ] optional: true }.'
-)
 _EXPECTED = 'must be a JSON list of messages, such as [{"role": "user", "content": "Hello"}]'
 
-_TABLE_FIELDS = ("prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id")
 MAX_TABLE_BYTES = 64 << 20  # bytes of the tables of all sequences of a request
 LARGEST_VALUE = 65504.0  # largest FP16 number; a model's own embeddings are near 1
 
@@ -44,23 +38,6 @@ class ChatGenerator(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     async def chat_prompt(self, messages: Sequence[Message]) -> list[int]: ...
-
-
-def check_prompt(
-    fields: RequestFields, names: Mapping[str, str], parameters: Mapping[str, Any]
-) -> None:
-    """Check that exactly one field has the prompt. `names`: field → input of the model."""
-    text = fields.get("text_input")
-    messages = fields.get(MESSAGES)
-    if messages is None and MESSAGES in parameters:
-        raise InferenceError(f"{MESSAGES} is no input of this model. {UNDECLARED}")
-    if text is not None and messages is not None:
-        raise InferenceError(
-            f"{text.name} and {messages.name} cannot be given together: send one of them"
-        )
-    if fields.given("text_input") is None and fields.given(MESSAGES) is None:
-        known = [names[field] for field in ("text_input", MESSAGES) if field in names]
-        raise InferenceError(f"{' or '.join(known)} is required")
 
 
 async def conversation_tokens(
@@ -140,16 +117,6 @@ def read_prompt_table(
             f"{-LARGEST_VALUE:g} and {LARGEST_VALUE:g}"
         )
     return PromptTable(spec.vocab_size, rows, values.tobytes())
-
-
-def refuse_prompt_table(fields: RequestFields, engine: str) -> None:
-    """Reject a prompt table on a text model, whose prompts have no ids beyond the vocabulary."""
-    for field in _TABLE_FIELDS:
-        if fields.value(field, 0) != 0:
-            raise InferenceError(
-                f"{fields[field].name} works with token ids beyond the vocabulary, which a text "
-                f"cannot have: send it and the ids to '{engine}'"
-            )
 
 
 def prompt_table_salt(fields: RequestFields) -> str:

@@ -11,13 +11,14 @@ from slipstream.request_fields.field import Words
 from slipstream.request_fields.table import word_bounds
 from slipstream.server.engine_link.engine import TextRequest
 from slipstream.server.fields.prompts import prompt_table_salt, read_prompt_table
-from slipstream.server.fields.sampling import (
+from slipstream.server.fields.values import (
+    RequestFields,
     cache_salt,
+    check_tokens,
     sampling_params,
     sequence_count,
     unpack_words,
 )
-from slipstream.server.fields.values import RequestFields, check_tokens
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.text.tokenizer import Tokenizer
 

@@ -11,8 +11,8 @@ from slipstream.server.grpc.protocol.messages import method_messages
 from slipstream.server.kserve.context import TraceControl
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.kserve.log_settings import log_settings, update_log_settings
-from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.repository_control import (
     RepositoryControl,
     check_repository_name,

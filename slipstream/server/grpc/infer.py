@@ -24,8 +24,14 @@ from slipstream.server.kserve.call import InferCall
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter, RequestTrace
-from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
+from slipstream.server.kserve.inference import (
+    InferRequest,
+    InferResponse,
+    ModelRegistry,
+    ModelVersion,
+    Parameter,
+    RequestTrace,
+)
 from slipstream.server.tracing.tracing import Finishing, Headers
 
 logger = logging.getLogger(__name__)

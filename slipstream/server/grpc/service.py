@@ -25,7 +25,7 @@ from slipstream.server.grpc.transport import (
 )
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.tracing.settings import TraceSettings
 
 Method = Callable[[Any], Awaitable[Any]]

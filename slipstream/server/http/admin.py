@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.server.http.json_reader import Members, parse_json
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.kserve.json_writer import write_object, write_value
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.kserve.log_settings import log_settings, update_log_settings
-from slipstream.server.kserve.registry import ModelRegistry
 from slipstream.server.kserve.repository_control import check_repository_name
 from slipstream.server.kserve.repository_control import load_model as load_by_control
+from slipstream.server.kserve.triton_json import Members, parse_json, write_object, write_value
 from slipstream.server.text.threads import in_thread_if_long
 
 _NON_STRING = "attempt to access JSON non-string as string"

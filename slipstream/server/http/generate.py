@@ -16,19 +16,20 @@ from functools import lru_cache
 from typing import Any
 
 from slipstream.repository.config import ModelConfig, TensorConfig
-from slipstream.server.fields.prompts import MESSAGES, UNDECLARED
+from slipstream.server.fields.values import MESSAGES, UNDECLARED
 from slipstream.server.http.exchange import EVENTS, JSON, Exchange
-from slipstream.server.http.json_reader import Members, parse_json
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter, ServedModel
 from slipstream.server.kserve.input_checks import check_inputs, refused
-from slipstream.server.kserve.json_writer import (
+from slipstream.server.kserve.tensors import Tensor, tensor_from_json
+from slipstream.server.kserve.triton_json import (
+    Members,
+    parse_json,
     write_error,
     write_scalar,
     write_string,
     write_values,
 )
-from slipstream.server.kserve.tensors import Tensor, tensor_from_json
 from slipstream.server.text.threads import in_thread_if_long
 
 NESTED_KEY = "parameters"

@@ -16,17 +16,16 @@ from slipstream.server.http.infer_request import read_infer_call
 from slipstream.server.kserve.call import InferCall, WantedOutput
 from slipstream.server.kserve.classification import classify
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.kserve.inference import InferResponse, Parameter
-from slipstream.server.kserve.json_writer import (
+from slipstream.server.kserve.inference import InferResponse, ModelVersion, Parameter
+from slipstream.server.kserve.shared_memory import SharedMemory
+from slipstream.server.kserve.tensor_bytes import Buffer, as_buffer
+from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.kserve.triton_json import (
     write_error,
     write_object,
     write_scalar,
     write_values,
 )
-from slipstream.server.kserve.registry import ModelVersion
-from slipstream.server.kserve.shared_memory import SharedMemory
-from slipstream.server.kserve.tensor_bytes import Buffer, as_buffer
-from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.text.threads import in_thread_if_long
 
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"

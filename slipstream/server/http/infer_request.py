@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 from slipstream.repository.config import ModelConfig
-from slipstream.server.http.json_reader import Members, parse_json
 from slipstream.server.kserve.call import InferCall, SharedPlace, WantedOutput
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, Parameter
@@ -15,6 +14,7 @@ from slipstream.server.kserve.input_checks import check_request, decode, refused
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.kserve.tensor_bytes import DATATYPES, SIZES, Buffer
 from slipstream.server.kserve.tensors import Array, Tensor, read_values, unreadable
+from slipstream.server.kserve.triton_json import Members, parse_json
 
 Object = dict[str, Any]  # a JSON object
 

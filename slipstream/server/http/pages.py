@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from importlib import resources
 from typing import Any
 
-from slipstream.server.fields.prompts import MESSAGES
+from slipstream.server.fields.values import MESSAGES
 from slipstream.server.http.exchange import Exchange
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.version import VERSION
 
 PAGES = {"/": "chat.html", "/docs": "docs.html"}

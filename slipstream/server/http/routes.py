@@ -13,8 +13,15 @@ from functools import lru_cache, partial
 from typing import Any
 
 from slipstream.server.http import admin
-from slipstream.server.http.access import Refused, check_access
-from slipstream.server.http.exchange import JSON, RETRY_AFTER, TEXT, ClientGone, Exchange
+from slipstream.server.http.exchange import (
+    JSON,
+    RETRY_AFTER,
+    TEXT,
+    ClientGone,
+    Exchange,
+    Refused,
+    check_access,
+)
 from slipstream.server.http.generate import answer_once, answer_stream, read_request
 from slipstream.server.http.infer import (
     EarlyError,
@@ -27,10 +34,9 @@ from slipstream.server.http.pages import PAGES, openapi_document, read_page
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError, Unavailable
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.inference import RequestTrace
-from slipstream.server.kserve.json_writer import write_error, write_value
-from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
+from slipstream.server.kserve.inference import ModelRegistry, ModelVersion, RequestTrace
 from slipstream.server.kserve.server_metadata import EXTENSIONS, TRITON_VERSION
+from slipstream.server.kserve.triton_json import write_error, write_value
 from slipstream.server.metrics.statistics import model_statistics
 from slipstream.server.tracing.tracing import Finishing
 
@@ -84,7 +90,7 @@ class TracedExchange:
         self._exchange = exchange
         self._trace = trace
         self._arrival_ns = arrival_ns
-        self._finishing = Finishing(trace)
+        self._finishing = None if trace is None else Finishing(trace)
 
     def __enter__(self) -> None:
         if self._trace is not None:
@@ -92,8 +98,9 @@ class TracedExchange:
             self._exchange.trace = self._trace
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._exchange.trace = None
-        self._finishing.__exit__(kind, error, traceback)
+        if self._finishing is not None:
+            self._exchange.trace = None
+            self._finishing.__exit__(kind, error, traceback)
 
 
 def compile_path(path: str) -> re.Pattern[str]:
@@ -271,7 +278,7 @@ class HttpRoutes:
         check_coupled(entry)
         limit = self._context.http_max_input_bytes
         memory = self._context.memory
-        trace = self._context.trace.begin(entry.name, exchange.headers)
+        trace = self._begin_trace(entry.name, exchange)
         with TracedExchange(exchange, trace):
             body = await exchange.read_body(limit)
             if trace is not None:
@@ -295,7 +302,7 @@ class HttpRoutes:
         entry = self._find_model(parameters)
         if exchange.header(b"content-encoding").lower() not in (b"", b"identity"):
             raise InferenceError("Unsupported content-encoding, only 'identity' is supported.")
-        trace = self._context.trace.begin(entry.name, exchange.headers)
+        trace = self._begin_trace(entry.name, exchange)
         with TracedExchange(exchange, trace):
             body = await exchange.read_body(self._context.http_max_input_bytes)
             if trace is not None:
@@ -304,6 +311,10 @@ class HttpRoutes:
                 request = await read_request(body, entry.model.config, entry.version)
                 request.times.trace = trace
                 await answer(entry.model, request, exchange)
+
+    def _begin_trace(self, model: str, exchange: Exchange) -> RequestTrace | None:
+        traces = self._context.trace
+        return traces.begin(model, exchange.headers) if traces.active else None
 
     def _find_model(self, parameters: Parameters) -> ModelVersion:
         if self._state.draining:

@@ -64,9 +64,10 @@ class Access:
     http_restrictions: Mapping[str, Restriction] = field(default_factory=dict, repr=False)  # by API
     grpc_restrictions: Mapping[str, Restriction] = field(default_factory=dict, repr=False)
 
-    @property
-    def guarded(self) -> bool:
-        return bool(self.api_key or self.admin_key)
+    guarded: bool = field(init=False, repr=False)  # whether any call needs a key
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "guarded", bool(self.api_key or self.admin_key))
 
     @cached_property
     def api_keys(self) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ DEFAULT_HTTP_MAX_INPUT_BYTES = 64 << 20
 class TraceControl(Protocol):
     """The trace settings of a server; `TraceSettings` implements it."""
 
+    active: bool  # whether the requests to at least one model may be traced
+
     def begin(
         self, model: str, headers: Iterable[tuple[str | bytes, str | bytes]], operation: str = ...
     ) -> RequestTrace | None:

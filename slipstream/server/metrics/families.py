@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.server.metrics.histograms import DEFAULT_QUANTILES, Histogram, Summary
+from slipstream.server.metrics.statistics import Histogram
+from slipstream.server.metrics.summaries import DEFAULT_QUANTILES, Summary
 
 Labels = Mapping[str, str]
 

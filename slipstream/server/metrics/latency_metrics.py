@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from slipstream.server.metrics.families import Family
-from slipstream.server.metrics.histograms import DEFAULT_QUANTILES, Summaries, Summary
 from slipstream.server.metrics.statistics import ModelCounters
+from slipstream.server.metrics.summaries import DEFAULT_QUANTILES, Summaries, Summary
 
 Models = Mapping[tuple[str, str], ModelCounters]  # by name and version
 

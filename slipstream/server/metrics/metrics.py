@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from slipstream.server.engine_link.engine import Engine
 from slipstream.server.metrics.engine_metrics import engine_families
 from slipstream.server.metrics.families import Family
-from slipstream.server.metrics.histograms import Histogram, Summaries
 from slipstream.server.metrics.latency_metrics import (
     MetricsConfig,
     cache_families,
@@ -21,7 +20,13 @@ from slipstream.server.metrics.latency_metrics import (
     summary_families,
 )
 from slipstream.server.metrics.machine import Machine
-from slipstream.server.metrics.statistics import CountedModel, CounterTable, ModelCounters
+from slipstream.server.metrics.statistics import (
+    CountedModel,
+    CounterTable,
+    Histogram,
+    ModelCounters,
+)
+from slipstream.server.metrics.summaries import Summaries
 
 __all__ = ["CountedModel", "ModelCounters", "ServerMetrics"]
 

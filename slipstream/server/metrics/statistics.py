@@ -1,4 +1,4 @@
-"""Counters of each model's requests, for the statistics API and the metrics.
+"""Counters and histograms of each model's requests, for the statistics API and the metrics.
 
 `CountedModel` wraps a model and counts as Triton does: `success` counts requests, `inferences` the
 batch items of successful requests, and `executions` every run of the model, including failed ones.
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from slipstream.server.kserve.errors import Code, InferenceError, error_type
 from slipstream.server.kserve.inference import (
     Answers,
     InferRequest,
     InferResponse,
+    ModelRegistry,
     RequestTimes,
     RequestTrace,
     ServedModel,
@@ -25,13 +27,73 @@ from slipstream.server.kserve.inference import (
     batch_size,
 )
 from slipstream.server.log.formats import set_error_context
-from slipstream.server.metrics.histograms import Summaries, TokenLatencies
-
-if TYPE_CHECKING:
-    from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.metrics.summaries import Summaries
 
 FAILURE_REASONS = ("OTHER", "BACKEND", "CANCELED", "REJECTED")
 PHASES = ("compute_input", "compute_infer", "compute_output")
+
+# upper bounds in seconds
+FIRST_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+BETWEEN_TOKENS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+REQUEST_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0)
+# TensorRT-LLM's bounds for token counts, and Triton's for milliseconds
+TOKEN_COUNT_BOUNDS = (10.0, 50.0, 100.0, 500.0, 1000.0)
+FIRST_RESPONSE_BOUNDS = (100.0, 500.0, 2000.0, 5000.0)
+
+
+class Histogram:
+    """Counts observations by upper bound. The last count is of those above every bound."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+
+class TokenLatencies:
+    """The histograms of one model. Those of tokens stay empty if the model counts no tokens."""
+
+    def __init__(self) -> None:
+        self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS)
+        self.between_tokens_s = Histogram(BETWEEN_TOKENS_BOUNDS)
+        self.request_s = Histogram(REQUEST_BOUNDS)
+        self.input_tokens = Histogram(TOKEN_COUNT_BOUNDS)
+        self.output_tokens = Histogram(TOKEN_COUNT_BOUNDS)
+        self.first_response_ms = Histogram(FIRST_RESPONSE_BOUNDS)
+
+    def arrive(self, times: RequestTimes, count: int) -> None:
+        """Record that `count` tokens of a request arrived now."""
+        now = time.monotonic_ns()
+        last = times.last_token_ns
+        later = count
+        if not last:
+            times.first_token_ns = now
+            self.first_token_s.observe((now - times.began_ns) / 1e9)
+            later -= 1
+        if later > 0:
+            # Tokens that arrive together share the time since the last ones.
+            since = now - (last or now)
+            self.between_tokens_s.observe(since / 1e9 / later, later)
+        times.last_token_ns = now
+        times.output_tokens += count
+
+    def finish(self, times: RequestTimes, seconds: float) -> None:
+        """Record a successful request that took this long."""
+        generated = times.generated
+        if not generated:
+            return
+        self.request_s.observe(seconds)
+        for part in generated:
+            self.input_tokens.observe(part.prompt_tokens)
+            self.output_tokens.observe(part.output_tokens)
 
 
 @dataclass(slots=True)

@@ -9,8 +9,7 @@ from slipstream.repository.models import Repository, RepositoryModel
 from slipstream.repository.roles import Role, answers_in_blocks
 from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.kserve.inference import ServedModel
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry, ServedModel
 from slipstream.server.models.ensemble import EnsembleModel
 from slipstream.server.models.generating import ServedEngine
 from slipstream.server.models.step_models import PostprocessingModel, PreprocessingModel

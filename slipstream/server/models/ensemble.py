@@ -20,7 +20,7 @@ from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models.text_model import ENSEMBLE_PARAMETERS
 
 if TYPE_CHECKING:
-    from slipstream.server.kserve.registry import ModelVersion
+    from slipstream.server.kserve.inference import ModelVersion
 
 Tensors = Mapping[str, Tensor]
 

@@ -13,8 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from slipstream.repository.models import RepositoryModel
-from slipstream.server.kserve.inference import ServedModel
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry, ServedModel
 from slipstream.server.kserve.repository_control import NoControl, RepositoryControl
 from slipstream.server.metrics.families import Family
 

@@ -19,10 +19,10 @@ from slipstream.repository.config import ModelConfig
 from slipstream.server.kserve.inference import (
     InferRequest,
     InferResponse,
+    ModelVersion,
     ServedModel,
     WrappedModel,
 )
-from slipstream.server.kserve.registry import ModelVersion
 from slipstream.server.kserve.tensor_bytes import pack
 
 logger = logging.getLogger(__name__)

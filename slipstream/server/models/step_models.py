@@ -7,13 +7,17 @@ from collections.abc import AsyncGenerator, Mapping
 from slipstream.repository.models import RepositoryModel
 from slipstream.repository.roles import takes_comma_words
 from slipstream.request_fields.table import PREPROCESSING_FIELDS
-from slipstream.server.fields.prompts import MESSAGES, check_prompt, conversation_tokens
-from slipstream.server.fields.sampling import pack_words, read_words, sampling_params
+from slipstream.server.fields.prompts import conversation_tokens
 from slipstream.server.fields.values import (
+    MESSAGES,
     RequestFields,
     check_batch,
+    check_prompt,
     check_prompt_length,
+    pack_words,
     read_request_fields,
+    read_words,
+    sampling_params,
 )
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel

@@ -7,26 +7,22 @@ from dataclasses import dataclass, replace
 
 from slipstream.repository.models import RepositoryModel, TextPipeline
 from slipstream.server.engine_link.engine import TextOutput, TextRequest
-from slipstream.server.fields.prompts import (
+from slipstream.server.fields.prompts import conversation_tokens
+from slipstream.server.fields.values import (
     MESSAGES,
-    check_prompt,
-    conversation_tokens,
-    refuse_prompt_table,
-)
-from slipstream.server.fields.sampling import (
+    RequestFields,
     bias_words_size,
     cache_salt,
-    never_ends,
-    read_words,
-    sampling_params,
-    sequence_count,
-)
-from slipstream.server.fields.values import (
-    RequestFields,
     check_batch,
+    check_prompt,
     check_prompt_length,
     check_tokens,
+    never_ends,
     read_request_fields,
+    read_words,
+    refuse_prompt_table,
+    sampling_params,
+    sequence_count,
 )
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse

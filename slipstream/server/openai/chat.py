@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from slipstream.request_fields.field import LARGEST_INT
 from slipstream.server.engine_link.engine import TextOutput
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.openai.call_formats import CallFormat
 from slipstream.server.openai.call_reader import Reader, ToolCall, call_reader

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from slipstream.server.engine_link.engine import TextOutput
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.models.text_model import joint
 from slipstream.server.openai.calls import Call, Document

@@ -18,8 +18,8 @@ from slipstream.server.http.pages import describe_get
 from slipstream.server.http.routes import GET, Parameters, Route, RouteGroup
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.json_writer import write_error
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
+from slipstream.server.kserve.triton_json import write_error
 from slipstream.server.models.generating import TIMED_OUT, run_to_end
 from slipstream.server.openai.models import NamedModel, text_models
 

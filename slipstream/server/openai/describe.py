@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
 from slipstream.server.openai.models import text_models
 

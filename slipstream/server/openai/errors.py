@@ -7,8 +7,7 @@ import logging
 import msgspec
 
 from slipstream.engine.constraints.guided import FIELD as GUIDE
-from slipstream.server.http.access import Refused
-from slipstream.server.http.exchange import RETRY_AFTER, Headers
+from slipstream.server.http.exchange import RETRY_AFTER, Headers, Refused
 from slipstream.server.kserve.errors import Code, InferenceError, QueueFull, Unavailable
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.server.engine_link.engine import AdapterUse
-from slipstream.server.kserve.registry import ModelRegistry, ModelVersion
+from slipstream.server.kserve.inference import ModelRegistry, ModelVersion
 from slipstream.server.models.text_model import TextModel
 from slipstream.server.openai.errors import ApiError
 from slipstream.server.text.tokenizer import Tokenizer

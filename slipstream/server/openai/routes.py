@@ -11,8 +11,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from slipstream.server.http.access import check_access
-from slipstream.server.http.exchange import JSON, ClientGone, Exchange
+from slipstream.server.http.exchange import JSON, ClientGone, Exchange, check_access
 from slipstream.server.http.routes import (
     ANY_METHOD,
     Parameters,
@@ -23,8 +22,7 @@ from slipstream.server.http.routes import (
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError, Unavailable
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.inference import RequestTrace
-from slipstream.server.kserve.registry import ModelRegistry
+from slipstream.server.kserve.inference import ModelRegistry, RequestTrace
 from slipstream.server.openai.calls import Call
 from slipstream.server.openai.chat import chat_call
 from slipstream.server.openai.completions import completion_call

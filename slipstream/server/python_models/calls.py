@@ -28,7 +28,7 @@ from slipstream.server.python_models.frames import (
 from slipstream.server.python_models.rate_limiter import RateLimiter
 
 if TYPE_CHECKING:
-    from slipstream.server.kserve.registry import ModelVersion
+    from slipstream.server.kserve.inference import ModelVersion
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.metrics.families import Family
-from slipstream.server.metrics.histograms import Histogram
+from slipstream.server.metrics.statistics import Histogram
 from slipstream.server.python_models.frames import MetricFamilyFrame, MetricFrame
 
 Labels = tuple[tuple[str, str], ...]

@@ -19,7 +19,7 @@ from slipstream.server.python_models.model import PythonModel
 from slipstream.server.python_models.rate_limiter import RateLimiter
 
 if TYPE_CHECKING:
-    from slipstream.server.kserve.registry import ModelRegistry
+    from slipstream.server.kserve.inference import ModelRegistry
 
 
 async def open_python_model(

@@ -15,10 +15,10 @@ from slipstream.server.engine_link.engine import (
     UNASSIGNED,
     Engine,
     InFlight,
-    RequestOutput,
     TextOutput,
     TextRequest,
 )
+from slipstream.server.engine_link.mailbox import RequestOutput
 from slipstream.server.kserve.access import TENANT
 from slipstream.server.text.chat import Message, Tools, encode_chat, render_chat
 from slipstream.server.text.sequences import (

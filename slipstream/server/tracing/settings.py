@@ -60,7 +60,7 @@ class TraceSettings:
         # by model name; "" stands for the models without settings of their own
         self._traces: dict[str, Traces | None] = {}
         self._check_usable(self._start, starting=True)
-        self._active = _is_on(self._start)  # at least one model is traced
+        self.active = _is_on(self._start)  # at least one model is traced
 
     def begin(
         self, model: str, headers: Headers = (), operation: str = TEXT_COMPLETION
@@ -69,7 +69,7 @@ class TraceSettings:
 
         `operation`: TEXT_COMPLETION or CHAT, for the spans of language models.
         """
-        if not self._active:
+        if not self.active:
             return None
         scope = model if model in self._models else ""
         if scope not in self._traces:
@@ -133,7 +133,7 @@ class TraceSettings:
         for scope in scopes:
             if (traces := self._traces.pop(scope, None)) is not None:
                 traces.flush()
-        self._active = any(_is_on(self.get(model)) for model in ("", *self._models))
+        self.active = any(_is_on(self.get(model)) for model in ("", *self._models))
 
     def _make_traces(self, settings: Mapping[str, Value]) -> Traces | None:
         if not _is_on(settings):

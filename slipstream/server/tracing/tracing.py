@@ -18,8 +18,8 @@ from typing import Protocol
 
 from slipstream.server.kserve.errors import error_type
 from slipstream.server.kserve.inference import RequestTrace
-from slipstream.server.kserve.json_writer import write_scalar, write_string
 from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.kserve.triton_json import write_scalar, write_string
 
 logger = logging.getLogger(__name__)
 
