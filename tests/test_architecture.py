@@ -1,6 +1,4 @@
-"""The house rules that a reviewer would otherwise have to remember: who may import whom, and how
-large a file is.
-"""
+"""Rules of the architecture: the order of imports, and the sizes of files and folders."""
 
 import ast
 import subprocess
@@ -17,7 +15,7 @@ ORDER = (
     ("cli",),
     ("bench", "llm"),
     ("sampling_options",),
-    ("client",),  # speaks the server's protocol
+    ("client",),  # uses the server's protocol
     ("engine_worker",),  # runs the engine's end of the server's link
     ("server",),
     ("repository",),
@@ -47,7 +45,7 @@ SERVER_ORDER = (
 )
 SERVER_RANK = {folder: rank for rank, folder in enumerate(SERVER_ORDER)}
 
-BARE_MACHINE = {"torch", "numpy", "safetensors", "triton"}  # all that the engine may need
+BASIC_PACKAGES = {"torch", "numpy", "safetensors", "triton"}  # all that the engine may need
 MAX_LINES = 500
 MAX_MODULES = 25  # in one folder
 MAX_SERVER_TOP = 8
@@ -99,9 +97,9 @@ def upward_imports_in_server(file: SourceFile) -> list[str]:
     return found
 
 
-def test_every_folder_has_its_place_in_the_order():
+def test_every_folder_is_in_the_import_order():
     folders = {folder_of(file) for file in FILES} - {"__init__"}
-    assert folders <= set(RANK), "a new folder: say in ORDER what it may import"
+    assert folders <= set(RANK), "add new folders to ORDER"
 
 
 def test_folders_import_only_from_those_below_them():
@@ -113,12 +111,12 @@ def test_server_folders_import_only_from_those_below_them():
     assert [found for file in FILES for found in upward_imports_in_server(file)] == []
 
 
-def test_every_server_folder_has_its_place_in_the_order():
+def test_every_server_folder_is_in_the_import_order():
     folders = {path.name for path in (PACKAGE / "server").iterdir() if path.is_dir()}
     assert folders - {"__pycache__"} == set(SERVER_RANK)
 
 
-def test_folders_stay_small():
+def test_folders_have_at_most_25_modules():
     sizes = Counter(file.path.parent for file in FILES if file.path.name != "__init__.py")
     large = {
         folder.relative_to(ROOT).as_posix(): count
@@ -154,11 +152,11 @@ def test_an_upward_import_inside_server_is_found(text, found):
         ("slipstream/server/example.py", "import slipstream.llm"),
     ],
 )
-def test_an_import_that_goes_up_is_found(name, text):
+def test_an_upward_import_is_found(name, text):
     assert len(upward_imports(source(text, name))) == 1
 
 
-def test_an_import_that_goes_down_or_stays_is_not_found():
+def test_imports_within_a_folder_and_downward_are_not_found():
     text = "import slipstream\nfrom . import limits\nfrom slipstream.engine.plan import StepPlan\nimport torch"
     assert upward_imports(source(text, "slipstream/server/example.py")) == []
 
@@ -169,11 +167,13 @@ def foreign_imports(file: SourceFile) -> set[str]:
 
 
 @pytest.mark.parametrize("folder", ["engine", "model", "kernels"])
-def test_the_engine_runs_on_a_bare_machine(folder):
+def test_the_engine_needs_only_the_basic_packages(folder):
     files = [file for file in FILES if folder_of(file) == folder]
     assert files
-    extras = {file.name: extra for file in files if (extra := foreign_imports(file) - BARE_MACHINE)}
-    # imported when a request needs it, and told of where it is not installed
+    extras = {
+        file.name: extra for file in files if (extra := foreign_imports(file) - BASIC_PACKAGES)
+    }
+    # imported when a request needs it; an error names it if it is not installed
     assert extras == (
         {"slipstream/engine/constraints/guided.py": {"llguidance"}} if folder == "engine" else {}
     )
@@ -185,17 +185,17 @@ def test_optional_libraries_are_not_imported_with_the_engine():
 
 
 @pytest.mark.parametrize("name", ["scheduler", "blocks"])
-def test_planning_knows_no_torch(name):
+def test_planning_does_not_import_torch(name):
     code = f"import sys, slipstream.engine.{name}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_transformers_is_for_tests_only():
+def test_transformers_is_imported_by_tests_only():
     assert [file.name for file in FILES if "transformers" in foreign_imports(file)] == []
 
 
 def test_every_package_that_is_imported_is_declared():
-    """A library that is only here because another one needs it may be gone tomorrow."""
+    """A package that is only installed as a dependency of another may disappear."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     declared = project["dependencies"] + [
@@ -207,9 +207,8 @@ def test_every_package_that_is_imported_is_declared():
         for line in wanted
     }
     names |= {"triton"}  # a part of torch
-    builds = {
-        "slipstream/server/grpc/protocol/compile_proto.py"
-    }  # run by those who change the protocol
+    # run only when the protocol changes
+    builds = {"slipstream/server/grpc/protocol/compile_proto.py"}
     distributions = packages_distributions()
     missing = {}
     for file in FILES:
@@ -222,7 +221,7 @@ def test_every_package_that_is_imported_is_declared():
     assert missing == {}
 
 
-def test_the_server_process_loads_no_torch():
+def test_the_server_process_does_not_import_torch():
     modules = [
         "slipstream.cli.main",
         "slipstream.cli.start",
@@ -238,8 +237,8 @@ def test_the_server_process_loads_no_torch():
     assert (found.returncode, found.stdout, found.stderr) == (0, "[]\n", "")
 
 
-def test_folders_have_no_code_of_their_own():
-    """An import must not run another file's work by passing through. A docstring is not work."""
+def test_init_modules_have_no_code():
+    """Importing a module must not run code of its packages. A docstring is allowed."""
     inner = [
         file for file in FILES if file.path.name == "__init__.py" and file.path.parent != PACKAGE
     ]
@@ -253,7 +252,7 @@ def _docstring(file: SourceFile) -> list[ast.stmt]:
     return file.tree.body[:1] if ast.get_docstring(file.tree) is not None else []
 
 
-def test_no_file_is_too_long_to_read():
+def test_no_file_is_over_the_line_limit():
     long = {file.name: len(file.text.splitlines()) for file in FILES if file.name not in GENERATED}
     assert {name: lines for name, lines in long.items() if lines > MAX_LINES} == {}
 

@@ -31,7 +31,7 @@ def test_the_page_names_every_command() -> None:
     assert (
         sorted(
             name
-            for name in COMMANDS.keys() - {"serve"}  # the same as start
+            for name in COMMANDS.keys() - {"serve"}  # alias of start
             if f"slipstream {name}" not in PAGE
             and f"`{name}`" not in PAGE
             and f"triton {name}" not in PAGE

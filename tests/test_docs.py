@@ -1,4 +1,4 @@
-"""The documents can be read: short lines, narrow tables, every page on the site."""
+"""The documents have short lines and narrow tables, and every page is on the site."""
 
 import re
 import runpy

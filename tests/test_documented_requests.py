@@ -1,4 +1,4 @@
-"""The requests of the guides, sent as they stand to a server that was started as the guides say."""
+"""The guides' requests are sent unchanged to a server that is started as the guides say."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GUIDES = (
     "docs/openai.md",
     "docs/operations.md",
 )
-MODEL = "smollm2-135m"  # what the guides call it
+MODEL = "smollm2-135m"  # the model's name in the guides
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
 ADDRESS = re.compile(r"(?:localhost|127\.0\.0\.1):8000")
 

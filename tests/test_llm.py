@@ -121,7 +121,7 @@ def test_log_probs_equal_transformers(llm, reference):
         assert [token for token, _ in top] == row.topk(3).indices.tolist()
 
 
-def test_prompts_may_be_texts_or_tokens_one_or_many(llm):
+def test_prompts_may_be_texts_or_tokens_single_or_in_lists(llm):
     ids = llm.tokenizer.encode(PROMPTS[0])
     (one,) = llm.generate(PROMPTS[0], max_tokens=4)
     assert [c.tokens for c in llm.generate(ids, max_tokens=4)] == [one.tokens]
@@ -210,7 +210,7 @@ async def test_leaving_a_stream_early_frees_its_blocks(llm):
             await asyncio.sleep(0.01)
 
 
-def test_a_prompt_that_is_too_long_fails_alone_and_by_name(llm):
+def test_a_prompt_that_is_too_long_is_refused_by_its_index(llm):
     with pytest.raises(
         PromptError, match=r"Prompt length \(300\) exceeds maximum input length \(255\)\."
     ):
@@ -230,7 +230,7 @@ def test_a_prompt_that_is_too_long_fails_alone_and_by_name(llm):
         ({"seed": -1}, "seed"),
     ],
 )
-def test_options_out_of_bounds_are_named(llm, options, message):
+def test_options_out_of_bounds_are_refused_by_name(llm, options, message):
     with pytest.raises(ValueError, match=message):
         llm.generate("a", **options)
 
@@ -285,7 +285,7 @@ def test_a_closed_llm_rejects_requests(checkpoint):
         llm.generate("a", max_tokens=2)
 
 
-def test_a_folder_that_is_no_model_is_rejected(tmp_path):
+def test_a_folder_without_a_model_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="no such folder or file"):
         LLM(str(tmp_path / "nothing"))
     (tmp_path / "config.json").write_text(json.dumps({"pretrained_config": {}}))

@@ -21,7 +21,7 @@ def greedy(model) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-def test_an_adapter_is_given_by_its_folder(tmp_path, monkeypatch):
+def test_answers_with_an_adapter_folder_equal_the_merged_model(tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
     base = random_model(config_of("llama")).eval()
     base.save_pretrained(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""What a wheel holds, told without building one."""
+"""The contents of a wheel, checked without building one."""
 
 import tomllib
 
@@ -17,7 +17,7 @@ def shipped_data() -> set[str]:
 
 
 def test_every_data_file_is_shipped():
-    """A template that only a checkout has works for us and for nobody else."""
+    """A template that is missing from the wheel would work in a checkout only."""
     data = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*")
@@ -42,6 +42,6 @@ def test_every_folder_of_code_is_a_package():
     ] == []
 
 
-def test_torch_is_a_range_that_holds_what_is_tested():
+def test_torch_has_the_tested_version_range():
     torch = next(line for line in SETTINGS["project"]["dependencies"] if line.startswith("torch"))
     assert torch == "torch>=2.11,<2.14"

@@ -105,7 +105,7 @@ def test_documented_metrics_exist():
     assert {name for name in named if f'"{name}"' not in source} == set()
 
 
-def test_the_licence_file_is_the_declared_one():
+def test_the_licence_file_has_the_declared_licence():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["license"] == "Apache-2.0"
     assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()

@@ -1,6 +1,4 @@
-"""What the package must never say: ways to run what is in a file or a message, and failures that
-nobody hears of.
-"""
+"""The package must not execute data from files or messages, and must not hide failures."""
 
 import ast
 
@@ -16,10 +14,10 @@ METHODS = {
     ("yaml", "full_load"),
     ("os", "system"),
 }
-# ways to run a file by its path
+# modules that execute a file by its path
 LOADERS = {"importlib.util", "importlib.machinery", "runpy", "imp"}
 BROAD = {"Exception", "BaseException"}
-# executes a user's model.py, where the user asked for that
+# executes a user's model.py if the user has enabled it
 PYTHON_MODELS = "slipstream/server/python_models/"
 
 
@@ -60,12 +58,12 @@ def _silent(file: SourceFile):
     for node in file.nodes:
         if isinstance(node, ast.ExceptHandler):
             if node.type is None:
-                yield node.lineno, "catches everything, also the order to stop"
-            if all(_says_nothing(statement) for statement in node.body) and _is_broad(node.type):
+                yield node.lineno, "catches every exception, also SystemExit and KeyboardInterrupt"
+            if all(_is_empty(statement) for statement in node.body) and _is_broad(node.type):
                 yield node.lineno, "swallows every failure"
 
 
-def _says_nothing(statement: ast.stmt) -> bool:
+def _is_empty(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Pass) or (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     )
@@ -76,7 +74,7 @@ def _is_broad(caught: ast.expr | None) -> bool:
     return any(name is None or (isinstance(name, ast.Name) and name.id in BROAD) for name in names)
 
 
-def test_the_package_runs_no_data_and_hides_no_failure():
+def test_the_package_executes_no_data_and_hides_no_failure():
     assert [found for file in source_files() for found in problems(file)] == []
 
 
@@ -118,7 +116,7 @@ def test_each_rule_finds_what_it_forbids(text):
         "try:\n    work()\nexcept Exception as error:\n    report(error)",
     ],
 )
-def test_what_is_harmless_passes(text):
+def test_harmless_code_is_accepted(text):
     assert problems(source(text)) == []
 
 

@@ -1,4 +1,4 @@
-"""What the recorded calls change for the whole process is changed back, module by module."""
+"""Restore the process-wide settings that recorded calls change, after each module."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from slipstream.server.log.output import HANDLER, configure_log
 
 
 @pytest.fixture(scope="module", autouse=True)
-def log_settings_as_they_were() -> Iterator[None]:
+def restored_log_settings() -> Iterator[None]:
     before = HANDLER.settings
     yield
     configure_log(**asdict(before))

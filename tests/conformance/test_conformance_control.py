@@ -1,6 +1,4 @@
-"""Statistics and the repository over gRPC, as recorded: shapes, counting rules, index, load and
-unload.
-"""
+"""Recorded gRPC calls for statistics and repository control: shapes, counts, index, load, unload."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def test_statistics_have_the_recorded_shape() -> None:
 
 
 def keys(found: Any) -> Any:
-    """The names of a document in their order, all the way down; numbers differ from run to run."""
+    """Return the names of a document in their order, at all levels, without the values."""
     if isinstance(found, dict):
         return [(name, keys(value)) for name, value in found.items()]
     return [keys(item) for item in found] if isinstance(found, list) else type(found).__name__
@@ -61,7 +59,7 @@ def keys(found: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "model"), [("stats-model-after", "addsub"), ("stats-ensemble", "ens")]
 )
-def test_statistics_document(name: str, model: str) -> None:
+def test_statistics_document_has_the_recorded_keys(name: str, model: str) -> None:
     registry, _ = recorded_registry()
     expected = json.loads(case_named(name)["response"]["body"])["model_stats"]
     with RunningGrpc(registry, ServerState([])) as server, Client(server.port) as client:
@@ -76,7 +74,9 @@ def test_statistics_document(name: str, model: str) -> None:
 @pytest.mark.parametrize(
     ("name", "model", "version"), [("stats-unknown", "nope", ""), ("stats-badversion", "llm", "9")]
 )
-def test_statistics_of_what_is_not_there(name: str, model: str, version: str) -> None:
+def test_statistics_of_unknown_models_and_versions_are_refused(
+    name: str, model: str, version: str
+) -> None:
     expected = case_named(name)["response"]
     with pytest.raises(InferenceError) as raised:
         model_statistics(recorded_registry()[0], model, version)
@@ -87,9 +87,7 @@ def test_statistics_of_what_is_not_there(name: str, model: str, version: str) ->
 
 
 def test_counts_follow_the_recorded_rules() -> None:
-    """A batch of two is two inferences of one execution; each step of an ensemble counts for
-    itself.
-    """
+    """A batch of two is two inferences and one execution. Each step of an ensemble is counted."""
     registry, metrics = recorded_registry()
     batch = {
         "model_name": "addsub",
@@ -107,7 +105,7 @@ def test_counts_follow_the_recorded_rules() -> None:
         send(client, case_named("grpc-infer-contents"))
         client.unary("ModelInfer", message("ModelInfer", batch), timeout=20)
         fails(client, "grpc-infer-model-error")
-        fails(client, "grpc-infer-batch-too-big")  # refused before the model, so nobody counts it
+        fails(client, "grpc-infer-batch-too-big")  # refused before the model and not counted
         answers(client, case_named("grpcstream-ensemble"))
         wait_until(lambda: metrics.model("ens").success.count == 1)
     found = {entry["name"]: entry for entry in model_statistics(registry)}
@@ -134,7 +132,7 @@ def index_of(client: Client, ready: bool = False) -> dict[str, dict[str, str]]:
 
 
 def recorded_index(name: str) -> dict[str, dict[str, str]]:
-    """What was recorded, of the models that are here too."""
+    """Return the recorded index, limited to the models that exist here."""
     entries = case_named(name)["response"]["response"]["models"]
     return {
         f"{entry['name']}:{entry.get('version', '')}": entry
@@ -143,7 +141,7 @@ def recorded_index(name: str) -> dict[str, dict[str, str]]:
     }
 
 
-def test_index_of_a_repository_that_stays_as_it_is() -> None:
+def test_without_model_control_the_index_is_as_recorded_and_load_is_refused() -> None:
     with loaded_server("none", sorted(model_names())) as server, Client(server.port) as client:
         assert index_of(client) == recorded_index("grpc-repo-index-none")
         with pytest.raises(grpc.RpcError) as raised:
@@ -155,7 +153,7 @@ def test_index_of_a_repository_that_stays_as_it_is() -> None:
         )
 
 
-def test_models_come_and_go() -> None:
+def test_models_are_loaded_and_unloaded_explicitly() -> None:
     with loaded_server("explicit", ["llm"]) as server, Client(server.port) as client:
         assert index_of(client) == recorded_index("grpc-control-index")
         assert list(index_of(client, ready=True)) == ["llm:1"]

@@ -1,4 +1,4 @@
-"""Recorded gRPC answers of a real Triton, replayed: codes, texts, messages, order and flags."""
+"""Recorded gRPC calls to a real Triton get the same codes, texts, messages, order and flags."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from slipstream.server.kserve.tensor_bytes import pack
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.services import create_context
 
-# Where this server means to differ, and why. The tests below still send most of them.
+# Deliberate differences and their reasons. The tests below still send most of these calls.
 DIFFERENT = {
     "grpc-infer-model-raise": "the recorded text is a Python traceback; the stand-in models are no Python models",
     "grpcstream-oops-raise": "as above",
@@ -105,7 +105,7 @@ def language_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client
 
 
 @pytest.mark.parametrize("case", cases("grpc", "mimic"), ids=lambda case: case["case"])
-def test_recorded_call(either_client: Client, case: dict[str, Any]) -> None:
+def test_recorded_call_is_answered_alike(either_client: Client, case: dict[str, Any]) -> None:
     expected = case["response"]
     if expected["code"] == "OK":
         assert comparable(case["case"], send(either_client, case)) == comparable(
@@ -115,7 +115,7 @@ def test_recorded_call(either_client: Client, case: dict[str, Any]) -> None:
     with pytest.raises(grpc.RpcError) as raised:
         send(either_client, case)
     assert raised.value.code().name == expected["code"]
-    # an unknown method: the library has a text, Triton's has none
+    # for an unknown method gRPC has a text of its own, and Triton has none
     if not case["case"].startswith("grpc-unknown"):
         assert raised.value.details() == expected["details"]
     assert list(raised.value.trailing_metadata()) == []
@@ -133,23 +133,25 @@ def recorded_answers(case: dict[str, Any]) -> list[dict[str, Any]]:
     [case for case in cases("grpc-stream", "mimic") if case["response"]["code"] == "OK"],
     ids=lambda case: case["case"],
 )
-def test_recorded_stream(either_client: Client, case: dict[str, Any]) -> None:
+def test_recorded_stream_is_answered_alike(either_client: Client, case: dict[str, Any]) -> None:
     found = answers(either_client, case)
     expected = recorded_answers(case)
-    # side by side here; each one's answers keep their order
+    # requests run concurrently here; the responses of each keep their order
     if case["case"] == "grpcstream-two-requests":
         found.sort(key=lambda answer: answer["infer_response"]["id"])
     assert found == expected
 
 
 @pytest.mark.parametrize("case", cases("grpc-stream", "trtllm"), ids=lambda case: case["case"])
-def test_language_model_stream(language_client: Client, case: dict[str, Any]) -> None:
+def test_recorded_language_model_stream_is_answered_alike(
+    language_client: Client, case: dict[str, Any]
+) -> None:
     found, expected = answers(language_client, case), recorded_answers(case)
     assert [_shape(answer) for answer in found] == [_shape(answer) for answer in expected]
 
 
 def _shape(answer: dict[str, Any]) -> dict[str, Any]:
-    """Everything but the text, which is the stand-in's own, and the order of the outputs."""
+    """Return the answer without its text, which depends on the engine, and with sorted outputs."""
     response = answer["infer_response"]
     outputs = {
         output["name"]: (output["datatype"], output["shape"])
@@ -159,7 +161,9 @@ def _shape(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", cases("grpc", "trtllm"), ids=lambda case: case["case"])
-def test_language_model_call(language_client: Client, case: dict[str, Any]) -> None:
+def test_recorded_language_model_call_is_answered_alike(
+    language_client: Client, case: dict[str, Any]
+) -> None:
     with pytest.raises(grpc.RpcError) as raised:
         send(language_client, case)
     assert raised.value.code().name == case["response"]["code"]
@@ -185,7 +189,7 @@ def test_deadline_of_a_stream_stops_the_model(client: Client, registry: ModelReg
     call = client.stream(outgoing(case["request"]["messages"]), timeout=case["request"]["timeout"])
     found: list[Any] = []
     with pytest.raises(grpc.RpcError) as raised:
-        found.extend(call)  # keeps what came before the end
+        found.extend(call)  # keeps the responses before the end
     assert raised.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert 0 < len(found) < 40
     wait_until(lambda: "deadline-grpc" in cancelled(registry, "slow"))
@@ -214,7 +218,7 @@ def test_a_message_of_five_megabytes_is_answered(client: Client) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpc-restrict-nokey", "grpc-restrict-key"])
-def test_restricted_protocol(registry: ModelRegistry, name: str) -> None:
+def test_restricted_protocols_need_the_header(registry: ModelRegistry, name: str) -> None:
     access = Access(grpc_restrictions=parse_restrictions(["inference:api-key=secret"]))
     case = case_named(name)
     with (
@@ -235,7 +239,9 @@ def test_restricted_protocol(registry: ModelRegistry, name: str) -> None:
         assert client.unary("ServerLive", message("ServerLive", {}), timeout=20).live
 
 
-def test_trace_settings_of_a_model(client: Client, shared: ServerContext) -> None:
+def test_trace_settings_of_a_model_are_answered_alike(
+    client: Client, shared: ServerContext
+) -> None:
     case = case_named("grpc-trace-model")
     shared.trace.update({"trace_rate": "500"}, "llm")
     try:
@@ -244,7 +250,7 @@ def test_trace_settings_of_a_model(client: Client, shared: ServerContext) -> Non
         shared.trace.forget("llm")
 
 
-def test_shared_memory(client: Client) -> None:
+def test_shared_memory_calls_are_answered_alike(client: Client) -> None:
     blocks = [Block(create=True, size=128) for _ in range(2)]
     try:
         for name, block in zip(("out", "in"), blocks, strict=True):
@@ -321,7 +327,7 @@ TYPED = {
 
 
 @pytest.mark.parametrize("datatype", [*VALUES, "BYTES"])
-def test_every_datatype_raw_and_typed(client: Client, datatype: str) -> None:
+def test_every_datatype_is_echoed_raw_and_typed(client: Client, datatype: str) -> None:
     values = VALUES.get(datatype, [b"", "\u00e9\u4f60".encode()])
     raw = pack(Tensor.from_values("", datatype, (2,), values))
     name = f"{'string' if datatype == 'BYTES' else datatype.lower()}"
@@ -340,7 +346,7 @@ def test_every_datatype_raw_and_typed(client: Client, datatype: str) -> None:
         assert list(client.unary("ModelInfer", typed, timeout=20).raw_output_contents) == [raw]
 
 
-def test_typed_contents_that_do_not_fit_their_datatype(client: Client) -> None:
+def test_typed_contents_out_of_range_are_refused(client: Client) -> None:
     given = {
         "name": "i_int8",
         "datatype": "INT8",

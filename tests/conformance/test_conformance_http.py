@@ -116,7 +116,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=lambda case: case["case"])
-def test_recorded_answer(mimic: int, case: dict[str, Any]) -> None:
+def test_recorded_request_is_answered_alike(mimic: int, case: dict[str, Any]) -> None:
     expected = case["response"]
     answer = send(mimic, case)
     assert answer is not None
@@ -148,14 +148,14 @@ CLOSED = [
 
 
 @pytest.mark.parametrize("case", CLOSED, ids=lambda case: case["case"])
-def test_recorded_close_without_a_response(mimic: int, case: dict[str, Any]) -> None:
+def test_recorded_close_is_repeated_without_a_response(mimic: int, case: dict[str, Any]) -> None:
     """A request that is not HTTP, or is too large, closes the connection without an answer."""
     with Connection(mimic) as connection:
         connection.send(request_of(case))
         assert connection.head() is None
 
 
-def test_short_body_is_waited_for_without_an_answer(mimic: int) -> None:
+def test_incomplete_body_gets_no_answer(mimic: int) -> None:
     case = next(case for case in recorded("mimic") if case["case"] == "route-short-body")
     with Connection(mimic) as connection:
         connection.send(request_of(case))
@@ -166,7 +166,7 @@ DIFFERING = [case for case in recorded("mimic") if case["case"] in DIFFERENT and
 
 
 @pytest.mark.parametrize("case", DIFFERING, ids=lambda case: case["case"])
-def test_deliberate_difference(mimic: int, case: dict[str, Any]) -> None:
+def test_deliberate_differences_are_as_listed(mimic: int, case: dict[str, Any]) -> None:
     """Only the listed difference is accepted; the status is as recorded if there is one."""
     name = case["case"]
     expected = case["response"]
@@ -176,7 +176,7 @@ def test_deliberate_difference(mimic: int, case: dict[str, Any]) -> None:
         return
     assert answer is not None
     if name == "generate-oops-raise":
-        assert answer.status == 200  # this model ignores the command and answers
+        assert answer.status == 200  # this model ignores the command and responds
         return
     if name == "route-404-openai":
         assert (answer.status, json.loads(answer.body)["error"]["type"]) == (
@@ -191,7 +191,7 @@ def test_deliberate_difference(mimic: int, case: dict[str, Any]) -> None:
         assert answer.body == recorded_bytes(expected)
 
 
-def test_client_that_leaves_cancels_a_stream(mimic: int, mimic_registry: ModelRegistry) -> None:
+def test_disconnected_client_cancels_a_stream(mimic: int, mimic_registry: ModelRegistry) -> None:
     case = next(case for case in recorded("mimic") if case["case"] == "cancel-http-stream")
     slow: Any = mimic_registry.find("slow").model
     with Connection(mimic) as connection:
@@ -205,7 +205,7 @@ def test_client_that_leaves_cancels_a_stream(mimic: int, mimic_registry: ModelRe
     wait_until(lambda: slow.cancelled == ["cancel-http"])
 
 
-def test_client_that_leaves_cancels_a_single_answer(
+def test_disconnected_client_cancels_a_single_answer(
     mimic: int, mimic_registry: ModelRegistry
 ) -> None:
     slow: Any = mimic_registry.find("slow_nd").model
@@ -219,9 +219,9 @@ def test_client_that_leaves_cancels_a_single_answer(
     wait_until(lambda: slow.cancelled == ["gone"])
 
 
-# -- the language model repository
+# -- the text model repository
 
-OWN_TEXTS = {  # where the recording has a text of its stand-in or a traceback
+OWN_TEXTS = {  # cases in which the recording has a text of its stand-in or a traceback
     "maxtokens0": "max_tokens must be > 0, got 0",
     "toolong": "Prompt length (25000) exceeds maximum input length (4095).",
     "bias-mismatch": (
@@ -232,7 +232,9 @@ LLM = [case for case in recorded("trtllm") if case["request"]["method"] == "POST
 
 
 @pytest.mark.parametrize("case", LLM, ids=lambda case: case["case"])
-def test_language_model_answer(trtllm: int, case: dict[str, Any]) -> None:
+def test_recorded_language_model_request_is_answered_alike(
+    trtllm: int, case: dict[str, Any]
+) -> None:
     expected, answer = case["response"], send(trtllm, case)
     assert answer is not None
     assert answer.status == expected["status"]
@@ -283,7 +285,7 @@ DESCRIBED = [case for case in recorded("trtllm") if case["request"]["method"] ==
 
 
 @pytest.mark.parametrize("case", DESCRIBED, ids=lambda case: case["case"])
-def test_model_description(trtllm: int, case: dict[str, Any]) -> None:
+def test_recorded_model_metadata_is_answered_alike(trtllm: int, case: dict[str, Any]) -> None:
     expected, answer = case["response"], send(trtllm, case)
     assert answer is not None
     assert (answer.status, answer.framing) == (expected["status"], expected["framing"])

@@ -22,13 +22,12 @@ from slipstream.server.services import create_app, create_context
 
 CASES = http_cases()
 
-# Where this server means to differ, and why. Each is still sent, and what must hold is checked
-# below.
+# Deliberate differences and their reasons. A test still sends these requests and checks the answer.
 DIFFERENT = {
     "infer-err-model-raise": "the recorded text is a Python traceback; no Python of a repository runs here",
     "compress-infer-req-bad": "what cannot be decompressed is refused; Triton takes it for a raw tensor",
 }
-# A sequence of requests that change something: in the order in which they were recorded.
+# Requests that change settings, in the order of the recording.
 LOGGING = [
     "get",
     "post",
@@ -74,8 +73,7 @@ SHARED_MEMORY = [
     "cuda-register",
     "cuda-unregister-all",
 ]
-# Triton answers some bodies compressed by another zlib build: what counts is what they decompress
-# to.
+# Triton compressed these bodies with another build of zlib. The decompressed bodies are compared.
 COMPRESSED = {"gzip": 31, "deflate": 15}
 
 
@@ -101,7 +99,9 @@ def check(port: int, case: dict[str, Any]) -> None:
     assert answer.reason == PHRASES.get(answer.status, expected["reason"])
     assert answer.framing == expected["framing"]
     assert answer.header("content-type") == headers["content-type"]
-    names = [name for name, _ in answer.headers if name != "retry-after"]  # ours, beside every 503
+    names = [
+        name for name, _ in answer.headers if name != "retry-after"
+    ]  # every 503 of this server has it
     assert sorted(names) == sorted(headers)
     if "content-encoding" in headers:
         assert answer.header("content-encoding") == headers["content-encoding"]
@@ -124,16 +124,16 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=lambda case: case["case"])
-def test_recorded_answer(port: int, case: dict[str, Any]) -> None:
+def test_recorded_request_is_answered_alike(port: int, case: dict[str, Any]) -> None:
     check(port, case)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_deliberate_difference(port: int, name: str) -> None:
+def test_deliberate_differences_are_as_listed(port: int, name: str) -> None:
     answer = send(port, CASES[name])
     assert answer is not None
     if name == "infer-err-model-raise":
-        assert answer.status == 200  # the command means nothing to this model, which answers it
+        assert answer.status == 200  # this model ignores the command and responds
     else:
         assert answer.status == CASES[name]["response"]["status"]
         assert json.loads(answer.body)["error"].startswith("the request's body is not gzip data")
@@ -143,7 +143,7 @@ STATISTICS = ["stats-badversion", "stats-unknown", "stats-post"]
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-def test_statistics_that_are_refused(port: int, name: str) -> None:
+def test_refused_statistics_are_answered_alike(port: int, name: str) -> None:
     check(port, CASES[name])
 
 
@@ -164,20 +164,20 @@ def test_statistics_have_tritons_shape(port: int, name: str) -> None:
     assert (mine["name"], mine["version"]) == (recorded_one["name"], recorded_one["version"])
 
 
-def test_log_settings(port: int) -> None:
+def test_log_settings_are_answered_alike(port: int) -> None:
     for name in LOGGING:
         check(port, CASES[f"logging-{name}"])
-    assert HANDLER.settings.info  # restored, by the last of them
+    assert HANDLER.settings.info  # restored by the last request
 
 
-def test_trace_settings(port: int) -> None:
+def test_trace_settings_are_answered_alike(port: int) -> None:
     for name in TRACE:
         check(port, CASES[f"trace-{name}"])
     check(port, CASES["trace-version"])
 
 
-def test_system_shared_memory(port: int) -> None:
-    """Inputs come from memory the client shares, and an output goes into it."""
+def test_system_shared_memory_holds_inputs_and_outputs(port: int) -> None:
+    """Inputs are read from the client's shared memory, and an output is written to it."""
     files = {name: PLACE / f"oracle_shm_{name}" for name in ("in", "out")}
     numbers = [*range(16), *([1] * 16)]
     try:
@@ -193,21 +193,21 @@ def test_system_shared_memory(port: int) -> None:
             file.unlink(missing_ok=True)
 
 
-def test_every_recorded_case_is_looked_at() -> None:
-    looked_at = {case["case"] for case in PLAIN} | set(DIFFERENT) | set(STATISTICS)
-    looked_at |= (
+def test_every_recorded_case_is_tested() -> None:
+    tested = {case["case"] for case in PLAIN} | set(DIFFERENT) | set(STATISTICS)
+    tested |= (
         {f"logging-{name}" for name in LOGGING}
         | {f"trace-{name}" for name in TRACE}
         | {"trace-version"}
     )
-    looked_at |= {f"shm-{name}" for name in SHARED_MEMORY}
-    looked_at |= {
+    tested |= {f"shm-{name}" for name in SHARED_MEMORY}
+    tested |= {
         "stats-all-before",
         "stats-all-after",
         "stats-model-before",
         "stats-model-after",
         "stats-ensemble",
     }
-    # test_conformance_control.py
+    # tested in test_conformance_control.py
     elsewhere = {name for name, case in CASES.items() if case["server"] != "mimic"}
-    assert looked_at | elsewhere == set(CASES)
+    assert tested | elsewhere == set(CASES)

@@ -1,4 +1,4 @@
-"""What lies between a socket and a request: joined writes, limits, time, upgrades, disconnects."""
+"""The HTTP connection: joined writes, limits, timeouts, upgrades and disconnects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def echo(exchange: Exchange) -> None:
 
 
 def bodies(data: bytes) -> list[bytes]:
-    """The bodies of responses with a length, one after the other."""
+    """Return the bodies of consecutive responses with a content length."""
     found = []
     while data:
         head, _, data = data.partition(b"\r\n\r\n")
@@ -56,7 +56,7 @@ async def handle_nothing(exchange: Exchange) -> None:
     await asyncio.Event().wait()
 
 
-async def test_writes_of_one_iteration_go_out_as_one() -> None:
+async def test_writes_of_one_loop_iteration_are_joined() -> None:
     client = MemoryClient(handle_nothing)
     for piece in (b"a", b"b", b"c"):
         client.connection.write(piece)
@@ -69,14 +69,14 @@ async def test_writes_of_one_iteration_go_out_as_one() -> None:
     assert (client.transport.writes, client.transport.closed) == ([b"abc", b"d"], True)
 
 
-async def test_large_writes_are_not_held_back() -> None:
+async def test_large_writes_are_sent_at_once() -> None:
     client = MemoryClient(handle_nothing)
     client.connection.write(b"x" * LIMITS.joined_bytes)
     client.connection.write(b"y")
     assert client.transport.writes == [b"x" * LIMITS.joined_bytes + b"y"]
 
 
-async def test_end_of_a_response_is_sent_at_once_with_what_waits() -> None:
+async def test_end_of_a_response_is_sent_at_once_with_pending_writes() -> None:
     client = MemoryClient(handle_nothing)
     client.connection.write_last(b"whole")
     assert client.transport.writes == [b"whole"]
@@ -86,7 +86,7 @@ async def test_end_of_a_response_is_sent_at_once_with_what_waits() -> None:
     assert client.transport.writes == [b"whole", b"first, last"]
 
 
-async def test_writes_to_a_client_that_has_left_are_dropped() -> None:
+async def test_writes_to_a_disconnected_client_are_dropped() -> None:
     client = MemoryClient(handle_nothing)
     client.connection.write(b"too late")
     client.transport.closed = True
@@ -106,7 +106,7 @@ async def test_disconnect_cancels_the_handler_and_is_reported_as_client_gone() -
                 await asyncio.Event().wait()
         except ClientGone:
             ended.append("gone")
-        with exchange.cancel_on_disconnect():  # too late to be watched
+        with exchange.cancel_on_disconnect():  # the client has already disconnected
             try:
                 await asyncio.sleep(0)
             except asyncio.CancelledError:
@@ -141,7 +141,7 @@ async def test_disconnect_after_the_watched_work_cancels_nothing() -> None:
 
 # A body of 1 MiB pauses reading; a connection that is not read does not report its end.
 @pytest.mark.parametrize("padding", [0, 1 << 20], ids=["small", "large"])
-def test_a_client_that_leaves_is_noticed_however_large_its_request(padding: int) -> None:
+def test_disconnect_is_noticed_for_requests_of_any_size(padding: int) -> None:
     registry = recorded_registry()[0]
     model: Any = registry.find("slow_nd").model
     tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["60000"]}
@@ -168,7 +168,7 @@ def test_trailers_are_not_headers_and_are_bounded() -> None:
             connection.send(CHUNKED + b"content-encoding: gzip\r\n\r\n")
             answer = connection.answer()
             assert answer is not None
-            assert answer.status == 200, "as a header it would have made the body unreadable"
+            assert answer.status == 200, "a trailer must not be used as a header"
         with Connection(server.port) as connection:
             connection.send(CHUNKED)
             trailers = b"".join(
@@ -207,7 +207,7 @@ REQUESTS = (
 )
 
 
-async def test_packets_do_not_change_the_answers() -> None:
+async def test_answers_do_not_depend_on_the_packets() -> None:
     chance = random.Random(5)
     for _ in range(300):
         client = MemoryClient(echo)
@@ -248,7 +248,7 @@ async def test_damaged_requests_are_answered_or_closed() -> None:
 
 @pytest.mark.parametrize("chunks", [3, 4])
 async def test_number_of_chunks_is_bounded(chunks: int) -> None:
-    client = MemoryClient(echo, replace(LIMITS, chunks=4))  # the last one, of size 0, counts
+    client = MemoryClient(echo, replace(LIMITS, chunks=4))  # the last chunk, of size 0, is counted
     head = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
     client.send(head + b"1\r\nx\r\n" * chunks + b"0\r\n\r\n")
     assert bodies(await client.settle()) == ([b"/ xxx"] if chunks == 3 else [])
@@ -275,7 +275,7 @@ async def test_body_is_not_read_before_the_handler_asks_for_it() -> None:
     assert bodies(await client.settle()) == [b"%d" % (2 * len(half))]
 
 
-async def test_slow_reader_holds_up_the_handler() -> None:
+async def test_slow_reader_pauses_the_handler() -> None:
     sent: list[int] = []
 
     async def handler(exchange: Exchange) -> None:
@@ -295,7 +295,7 @@ async def test_slow_reader_holds_up_the_handler() -> None:
     assert sent == [0, 1, 2]
 
 
-async def test_slow_reader_that_leaves_ends_the_wait() -> None:
+async def test_disconnect_of_a_slow_reader_ends_the_wait() -> None:
     ended: list[str] = []
 
     async def handler(exchange: Exchange) -> None:
@@ -314,7 +314,7 @@ async def test_slow_reader_that_leaves_ends_the_wait() -> None:
 # -- several requests on one connection
 
 
-async def test_nothing_is_read_while_requests_wait_for_their_turn() -> None:
+async def test_reading_is_paused_while_pipelined_requests_wait() -> None:
     turns: list[asyncio.Event] = []
 
     async def handler(exchange: Exchange) -> None:
@@ -335,20 +335,20 @@ async def test_nothing_is_read_while_requests_wait_for_their_turn() -> None:
     assert client.transport.data.count(b"HTTP/1.1 200 OK") == 3
 
 
-def test_requests_that_come_before_their_turn_are_all_answered() -> None:
+def test_pipelined_requests_are_all_answered() -> None:
     with RunningServer(recorded_app()) as server, Connection(server.port) as client:
         client.send(LIVE * 5000)
         assert [client.answer().status for _ in range(5000)] == [200] * 5000
 
 
-async def test_requests_after_one_that_closes_are_not_answered() -> None:
+async def test_requests_after_a_closing_one_are_not_answered() -> None:
     client = MemoryClient(echo)
     client.send(b"GET /1 HTTP/1.1\r\nconnection: close\r\n\r\n" + LIVE)
     assert bodies(await client.settle()) == [b"/1 "]
     assert client.transport.closed
 
 
-# -- time
+# -- timeouts
 
 HEAD = b"POST /v2/models/echo/generate HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n"
 BODY = b'{"text_input": "hi"}'
@@ -358,7 +358,7 @@ TOO_SLOW = b'{"error":"the request did not arrive in time"}'
 @pytest.mark.parametrize(
     "begun", [HEAD, HEAD + b"\r\n" + BODY[:5], CHUNKED[:-3]], ids=["head", "body", "chunks"]
 )
-async def test_a_request_that_does_not_arrive_is_given_up(begun: bytes) -> None:
+async def test_connection_of_an_incomplete_request_is_closed(begun: bytes) -> None:
     client = MemoryClient(echo)
     client.send(LIVE)
     await client.settle()
@@ -373,7 +373,7 @@ async def test_a_request_that_does_not_arrive_is_given_up(begun: bytes) -> None:
     assert client.transport.closed
 
 
-async def test_a_request_that_arrives_slowly_is_waited_for() -> None:
+async def test_a_request_that_arrives_slowly_is_answered() -> None:
     client = MemoryClient(echo, replace(LIMITS, arrival_seconds=1, arrival_bytes_per_second=5))
     client.send(HEAD + b"\r\n")
     for begin in range(0, 20, 4):  # each piece adds 0.8 s
@@ -382,7 +382,7 @@ async def test_a_request_that_arrives_slowly_is_waited_for() -> None:
     assert bodies(await client.settle()) == [b"/v2/models/echo/generate " + BODY]
 
 
-async def test_bytes_that_arrive_at_once_add_no_more_than_the_whole_time() -> None:
+async def test_a_packet_extends_the_timeout_to_its_maximum_only() -> None:
     client = MemoryClient(echo, replace(LIMITS, arrival_bytes_per_second=0.01))
     client.send(HEAD + b"\r\n" + BODY[:15])
     client.send(BODY[15:18])
@@ -390,7 +390,7 @@ async def test_bytes_that_arrive_at_once_add_no_more_than_the_whole_time() -> No
     assert bodies(await client.settle()) == [TOO_SLOW]
 
 
-async def test_time_to_arrive_ends_with_the_request() -> None:
+async def test_timeout_of_a_request_ends_when_it_has_arrived() -> None:
     client = MemoryClient(echo, replace(LIMITS, idle_seconds=1000))
     for count in (1, 2):
         client.send(LIVE[:10])
@@ -401,7 +401,7 @@ async def test_time_to_arrive_ends_with_the_request() -> None:
         assert not client.transport.closed
 
 
-async def test_a_response_is_not_cut_off_for_the_request_behind_it() -> None:
+async def test_a_response_is_not_cut_off_by_an_incomplete_pipelined_request() -> None:
     answer = asyncio.Event()
 
     async def handler(exchange: Exchange) -> None:
@@ -437,7 +437,7 @@ async def test_an_idle_connection_is_closed() -> None:
 
 
 @pytest.mark.parametrize("before", [b"", LIVE], ids=["first", "second"])
-async def test_line_ends_do_not_keep_a_connection_open(before: bytes) -> None:
+async def test_empty_lines_do_not_keep_a_connection_open(before: bytes) -> None:
     client = MemoryClient(echo)
     client.send(before)
     await client.settle()
@@ -447,7 +447,7 @@ async def test_line_ends_do_not_keep_a_connection_open(before: bytes) -> None:
     assert client.transport.closed
 
 
-def test_a_silent_client_is_closed_by_the_real_clock() -> None:
+def test_idle_connection_is_closed_by_the_real_clock() -> None:
     limits = replace(LIMITS, idle_seconds=0.2)
     with RunningServer(recorded_app(), limits) as server, Connection(server.port) as client:
         assert client.head() is None
@@ -466,7 +466,9 @@ async def test_idle_time_begins_when_a_body_arrives_after_its_answer() -> None:
     assert client.transport.closed
 
 
-async def test_a_body_that_does_not_arrive_after_its_answer_is_given_up_silently() -> None:
+async def test_connection_is_closed_silently_if_the_body_stays_incomplete_after_the_answer() -> (
+    None
+):
     app = recorded_app(Access(api_key="k"))
     client = MemoryClient(app)
     client.send(HEAD + b"\r\n")
@@ -516,7 +518,7 @@ async def test_many_upgrades_in_one_packet_are_all_answered() -> None:
 
 
 def test_upgrade_over_a_socket_is_answered_once() -> None:
-    """The body comes in a packet of its own: an upgrade must not turn it into another request."""
+    """The body is a packet of its own, and must not be parsed as another request."""
     head = b"POST /v2/models/echo/generate HTTP/1.1\r\nhost: x\r\n" + UPGRADES["h2c"]
     with RunningServer(recorded_app()) as server:
         with Connection(server.port) as client:
@@ -563,7 +565,7 @@ def test_upgrade_over_a_socket_is_answered_once() -> None:
     ids=lambda case: case[0],
 )
 async def test_ambiguous_request_closes_the_connection(request_bytes: tuple[str, bytes]) -> None:
-    """Without an answer, as the recordings of Triton have it for what is not HTTP."""
+    """There is no answer, as in the recordings of Triton for requests that are not HTTP."""
     client = MemoryClient(echo)
     client.send(request_bytes[1])
     assert await client.settle() == b""
@@ -571,7 +573,7 @@ async def test_ambiguous_request_closes_the_connection(request_bytes: tuple[str,
 
 
 @pytest.mark.parametrize("size", [b"f" * 17, b"1" + b"0" * 16, b"-1", b"0x5", b"5 5"])
-async def test_chunk_size_that_is_no_number_closes_the_connection(size: bytes) -> None:
+async def test_invalid_chunk_size_closes_the_connection(size: bytes) -> None:
     client = MemoryClient(echo)
     client.send(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + size + b"\r\nhello")
     assert await client.settle() == b""
@@ -605,7 +607,7 @@ def with_body(limit: int) -> Callable[[Exchange], Awaitable[None]]:
     return handler
 
 
-async def test_client_that_waits_to_continue_is_asked_for_its_body() -> None:
+async def test_100_continue_is_sent_when_the_body_is_read() -> None:
     client = MemoryClient(with_body(5))
     client.send(EXPECTING)
     assert await client.settle() == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -613,7 +615,7 @@ async def test_client_that_waits_to_continue_is_asked_for_its_body() -> None:
     assert (await client.settle()).endswith(b"\r\n\r\nhello")
 
 
-async def test_body_that_is_never_read_is_not_asked_for() -> None:
+async def test_100_continue_is_not_sent_if_the_body_is_not_read() -> None:
     async def handler(exchange: Exchange) -> None:
         await exchange.respond(401, b"", TEXT)
 
@@ -622,7 +624,7 @@ async def test_body_that_is_never_read_is_not_asked_for() -> None:
     assert (await client.settle()).startswith(b"HTTP/1.1 401 ")
 
 
-# -- the end of a server
+# -- shutdown
 
 
 async def test_shut_down_closes_an_idle_connection_at_once() -> None:
@@ -631,7 +633,7 @@ async def test_shut_down_closes_an_idle_connection_at_once() -> None:
     assert client.transport.closed
 
 
-async def test_shut_down_lets_a_response_end_and_says_that_it_closes() -> None:
+async def test_shut_down_completes_a_response_and_announces_the_close() -> None:
     answer = asyncio.Event()
 
     async def handler(exchange: Exchange) -> None:

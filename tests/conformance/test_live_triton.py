@@ -1,8 +1,7 @@
-"""Both servers at once: the real Triton and this one serve the same Python models and get the same
-requests.
+"""A real Triton and this server answer the same HTTP requests to the same Python models alike.
 
-Run it where there is a Triton: `pip install nvidia-pytriton`, or
-TRITONSERVER=/path/to/tritonserver, and `-m slow`.
+Needs a Triton, from `pip install nvidia-pytriton` or TRITONSERVER=/path/to/tritonserver, and
+`-m slow`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ pytestmark = [
     ),
 ]
 
-# Where this server means to differ, and why. The requests are sent all the same.
+# Deliberate differences and their reasons. The requests are still sent.
 DIFFERENT: dict[str, str] = {
     "route-bogus-method": "the HTTP parser knows no method FOO and closes, instead of 405",
     "route-404-openai": "OpenAI's routes are here, and this one is for POST",
@@ -59,14 +58,12 @@ DIFFERENT: dict[str, str] = {
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A copy, because Triton wants a version folder even where an ensemble has nothing to put into
-    it.
-    """
+    """Return a copy with version folders, which Triton requires for ensembles, too."""
     folder = tmp_path_factory.mktemp("live") / "models"
     shutil.copytree(MODELS, folder)
     (folder / "ens" / "1").mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        # which two of the models keep
+        # file that two of the models need
         patch.setenv("SLOW_MODEL_LOG", str(folder.parent / "slow-model.log"))
         yield folder
 
@@ -101,9 +98,9 @@ def ours(repository: Path) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("case", requests(), ids=lambda case: case["case"])
-def test_both_answer_alike(real: int, ours: int, case: dict[str, Any]) -> None:
+def test_both_servers_answer_alike(real: int, ours: int, case: dict[str, Any]) -> None:
     expected, found = ask(real, case["request"]), ask(ours, case["request"])
     if case["case"] in DIFFERENT:
-        assert found != expected, "this difference is gone: take it off the list"
+        assert found != expected, "this difference no longer exists: remove it from the list"
     else:
         assert found == expected

@@ -1,7 +1,6 @@
-"""Both servers at once, over gRPC: every recorded call and stream goes to the real Triton and to
-this one.
+"""A real Triton and this server answer every recorded gRPC call and stream alike.
 
-Run it where there is a Triton, as `test_live_triton.py` is run.
+Needs a Triton; see `test_live_triton.py`.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ pytestmark = [
         TRITONSERVER is None, reason=f"no nvidia-pytriton is installed and ${VARIABLE} is not set"
     ),
 ]
-_PLACE = re.compile(r"(?<=At:\n  )[^()]*/(?=\w+/\d+/model\.py)")  # the machine's part of a path
+_PLACE = re.compile(r"(?<=At:\n  )[^()]*/(?=\w+/\d+/model\.py)")  # folder of the machine in a path
 _CHANGING = ("ns", "count", "last_inference", "inference_count", "execution_count")
-# Where this server means to differ, and why. The calls are sent all the same.
+# Deliberate differences and their reasons. The calls are still sent.
 DIFFERENT: dict[str, str] = {
     "grpc-infer-big-4mb": "a string longer than its data is refused by the server here, and by the model there",
     "grpc-reflection": "reflection is there, which Triton's build has not",
@@ -97,9 +96,7 @@ def ours(repository: Path) -> Iterator[Client]:
 
 
 def outcome(client: Client, case: dict[str, Any]) -> Any:
-    """What came back: messages, or the code and the text of an error, without what changes from run
-    to run.
-    """
+    """Return the messages, or the code and text of an error, without values that vary."""
     try:
         if case["proto"] == "grpc":
             return "OK", comparable(case["case"], masked(send(client, case)))
@@ -108,7 +105,7 @@ def outcome(client: Client, case: dict[str, Any]) -> Any:
             outgoing(case["request"]["messages"]), timeout=20, compression=compression
         )
         answers = [masked(document(answer)) for answer in call]
-        # Requests of one stream are answered side by side, so only the order within each of them is
+        # Requests of one stream are answered concurrently, so only the order within each of them is
         # the same.
         return "OK", sorted(
             answers, key=lambda answer: answer.get("infer_response", {}).get("id", "")
@@ -126,9 +123,9 @@ def masked(found: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: case["case"])
-def test_both_answer_alike(real: Client, ours: Client, case: dict[str, Any]) -> None:
+def test_both_servers_answer_alike(real: Client, ours: Client, case: dict[str, Any]) -> None:
     expected, found = outcome(real, case), outcome(ours, case)
     if case["case"] in DIFFERENT:
-        assert found != expected, "this difference is gone: take it off the list"
+        assert found != expected, "this difference no longer exists: remove it from the list"
     else:
         assert found == expected

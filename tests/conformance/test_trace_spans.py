@@ -300,7 +300,7 @@ def test_requests_succeed_whatever_the_collector_does(
         with serving(trace) as port:
             # while the collector does not respond
             assert [infer(port) for _ in range(20)] == [200] * 20
-            # One call's spans are on their way and two calls' in the queue. The last call ends
+            # The spans of one call are being sent and those of two are queued. The last call ends
             # after its answer.
             wait_until(lambda: trace.exporter.dropped >= 3 * (20 - 3))
             assert collector.received == []

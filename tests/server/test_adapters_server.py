@@ -1,7 +1,6 @@
-"""Adapters through a running server: tensors over HTTP and gRPC, task ids, names, the ensemble, and
-what is refused.
+"""LoRA adapters through a running server, over HTTP and gRPC: weights, task ids, names, errors.
 
-The answers are those of transformers with the adapter merged in by peft.
+The expected answers are those of transformers with the adapter merged by peft.
 """
 
 from __future__ import annotations
@@ -84,10 +83,10 @@ def server(place: Path):
     config = place / "repository" / "tensorrt_llm" / "config.pbtxt"
     text = f'parameters {{ key: "lora_prefetch_dir" value {{ string_value: "{place / "adapters"}" }} }}\n'
     assert "decoupled: True" in config.read_text()
-    # so that HTTP infers
+    # HTTP serves only models that are not decoupled
     config.write_text(config.read_text().replace("decoupled: True", "decoupled: False") + text)
     limit_cache(place / "repository")
-    # with the tensors that 0.18's has
+    # add the adapter tensors that the ensemble has since 0.18
     ensemble = place / "repository" / "ensemble" / "config.pbtxt"
     text = ensemble.read_text().replace("input [\n", "input [\n" + TENSORS, 1)
     wires = "".join(
@@ -121,7 +120,7 @@ def token_arrays(**more: numpy.ndarray) -> dict[str, numpy.ndarray]:
 def ask(
     server: RealServer, protocol: str, arrays: dict[str, numpy.ndarray], **parameters
 ) -> list[int]:
-    """The new tokens of the engine model's answer."""
+    """Return the new tokens of the engine model's answer."""
     module = triton_http if protocol == "http" else triton_grpc
     inputs = []
     for name, array in arrays.items():
@@ -147,7 +146,7 @@ def ask(
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_weights_once_then_the_task_alone(server, place, expected, protocol):
+def test_a_task_id_selects_the_weights_sent_before(server, place, expected, protocol):
     task = 100 + len(protocol)
     once = ask(server, protocol, token_arrays(**tensors_of(place, "german", task)))
     again = ask(
@@ -158,7 +157,7 @@ def test_weights_once_then_the_task_alone(server, place, expected, protocol):
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_weights_without_a_task(server, place, expected, protocol):
+def test_weights_are_used_without_a_task_id(server, place, expected, protocol):
     assert ask(server, protocol, token_arrays(**tensors_of(place, "french"))) == expected["french"]
 
 
@@ -170,7 +169,7 @@ def test_an_unknown_task_is_refused(server):
     )
 
 
-def test_many_at_once(server, place, expected):
+def test_concurrent_requests_use_their_own_adapters(server, place, expected):
     names = ["", "french", "german", "41"] * 4
     with ThreadPoolExecutor(8) as pool:
         answers = list(
@@ -192,18 +191,19 @@ def generate(server: RealServer, model: str, **more) -> httpx.Response:
 
 
 @pytest.mark.parametrize("model", [MODEL, "ensemble"])
-def test_by_name(server, expected, model):
+def test_an_adapter_is_selected_by_name(server, expected, model):
     for name in ("french", "german", "41"):
         assert generate(server, model, lora_name=name).json()["text_output"].split() == [
             str(token) for token in expected[name]
         ]
+    # a task id selects the folder of that name
     assert generate(server, model, lora_task_id=41).json()["text_output"].split() == [
         str(token) for token in expected["41"]
-    ]  # the folder of that name
+    ]
     assert ask(server, "grpc", token_arrays(), lora_name="german") == expected["german"]
 
 
-def test_the_tensors_of_an_ensemble(server, place, expected):
+def test_an_ensemble_passes_the_adapter_tensors_to_the_engine(server, place, expected):
     inputs = []
     text = numpy.array([[" ".join(map(str, PROMPT)).encode()]], dtype=object)
     arrays = {
@@ -256,7 +256,7 @@ def test_an_invalid_adapter_is_refused_with_a_reason(server, expected, fields, s
         (["model.lora_weights.npy"], " No data left in file"),
     ],
 )
-def test_an_adapter_that_cannot_be_read_is_named_and_not_where_it_lies(server, place, files, text):
+def test_error_of_an_unreadable_adapter_has_its_name_but_not_its_path(server, place, files, text):
     name = f"half-{len(files)}-{'npy' in str(files)}"
     folder = place / "adapters" / name
     folder.mkdir()
@@ -268,7 +268,7 @@ def test_an_adapter_that_cannot_be_read_is_named_and_not_where_it_lies(server, p
     assert str(place) not in error
 
 
-def test_metrics_count_them(server, place, expected):
+def test_metrics_count_loaded_adapters(server, place, expected):
     assert ask(server, "http", token_arrays(**tensors_of(place, "french"))) == expected["french"]
     url = f"http://127.0.0.1:{server.ports['Metrics Service']}/metrics"
 
@@ -281,14 +281,14 @@ def test_metrics_count_them(server, place, expected):
         return {name: float(rest.split()[-1]) for name, rest in lines}
 
     wait_for(lambda: values().get("slipstream_adapter_loads_total", 0) >= 1)
-    # rows: as many pages, and none is in use
+    # one page per row, and none is in use
     wait_for(lambda: values()["slipstream_adapter_pages_free"] >= 64)
     found = values()
     assert 1 <= found["slipstream_adapters"] <= found["slipstream_adapter_loads_total"]
     assert found["slipstream_adapter_bytes"] > 0
 
 
-def test_the_client_command(server, place, expected, tmp_path):
+def test_the_client_command_sends_adapter_weights_once(server, place, expected, tmp_path):
     convert_adapter(place / "adapters" / "french", tmp_path / "french")
     command = [
         sys.executable,
@@ -304,7 +304,8 @@ def test_the_client_command(server, place, expected, tmp_path):
         "--lora-task-id",
         "77",
     ]
-    for more in (["--lora-path", str(tmp_path / "french")], []):  # then the server has it
+    # the second call uses the weights that the server has kept
+    for more in (["--lora-path", str(tmp_path / "french")], []):
         done = subprocess.run(
             [*command, *more], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ROOT}
         )

@@ -1,9 +1,7 @@
-"""Clients that leave at random moments, by the thousand, from a real server on a real engine:
-nothing leaks.
+"""Thousands of clients disconnect at random moments from a real server, and nothing leaks.
 
-The cache is much too small for all of them, so that they leave while they wait, during the prompt,
-in mid-stream and after the last token. It would turn red if any of these ways out kept a block, a
-row or a task.
+The cache is too small for all of them. They therefore leave while they wait, during prefill, during
+the stream and after the last token. The test fails if a block, a row or a task is kept.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from slipstream.repository.templates import write_repository
 from slipstream.weights.build import build_engine
 
 CACHE_TOKENS = 2048
-LONGEST = 120  # tokens of prompt and answer: four of the cache's 64 blocks
+LONGEST = 120  # tokens of prompt and answer, in four of the cache's 64 blocks
 CLIENTS = 32
 CANARY = {"text_input": "7 11 13 17", "max_tokens": 100, "end_id": -1, "stream": True}
 
@@ -59,7 +57,7 @@ class RealServer:
         return self.ports["HTTPService"]
 
     def gauges(self) -> dict[str, float]:
-        """What the metrics say of requests and blocks, by the name of each kind."""
+        """Return the metrics of requests and blocks by type."""
         text = httpx.get(f"http://127.0.0.1:{self.ports['Metrics Service']}/metrics").text
         pattern = (
             r'nv_trt_llm_\w+_metrics\{[^}]*?(?:request|block|general)_type="(\w+)"[^}]*\} (\S+)'
@@ -79,9 +77,7 @@ class RealServer:
 
 
 def _stay_on_one_core() -> None:
-    """A second core does nothing for a model this small but wait, which takes long on a busy
-    machine.
-    """
+    """Restrict the engine to one core: a second thread only waits for this small model."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
@@ -122,10 +118,10 @@ def answer_text(body: bytes) -> str:
 
 
 async def leave_at_random(port: int, draw: random.Random) -> str:
-    """One client. Returns how it left."""
+    """Run one client. Return how it disconnected."""
     prompt = " ".join(str(draw.randrange(2, 96)) for _ in range(draw.randrange(1, 60)))
     if draw.random() < 0.5:
-        # a prefix that many share: blocks with several holders
+        # a prefix of several requests, whose blocks are shared
         prompt = "3 5 8 13 21 34 55 89 " * 5 + prompt[:20]
     longest = LONGEST - len(prompt.split())
     body = {
@@ -156,7 +152,7 @@ async def leave_at_random(port: int, draw: random.Random) -> str:
     elif way == "mid-stream":
         for _ in range(draw.randrange(1, 40)):
             if await reader.readline() == b"0\r\n":
-                break  # that was the whole answer
+                break  # the answer is complete
     elif way == "at the end":
         await reader.readuntil(b"\r\n0\r\n\r\n")  # the last chunk of the answer
     if draw.random() < 0.5:
@@ -175,9 +171,7 @@ async def canary_text(port: int) -> str:
 
 
 async def soak(port: int, count: int) -> tuple[Counter[str], list[str]]:
-    """Let `count` clients come and go. Returns how they left, and what a well-behaved one read
-    meanwhile.
-    """
+    """Run `count` clients. Return how they disconnected and what an undisturbed client read."""
     draws = [random.Random(number) for number in range(count)]
     ways: Counter[str] = Counter()
     canaries: list[str] = []
@@ -198,7 +192,7 @@ async def soak(port: int, count: int) -> tuple[Counter[str], list[str]]:
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_clients_that_leave_at_any_moment_give_everything_back(server, count):
+def test_disconnected_clients_leave_no_blocks_rows_or_tasks(server, count):
     expected = asyncio.run(canary_text(server.http_port))
     assert len(expected.split()) == CANARY["max_tokens"]
     before = server.gauges()
@@ -240,7 +234,7 @@ async def read_a_little(port: int, body: dict) -> bytes:
     return begun
 
 
-def test_the_engine_stops_working_for_a_client_that_left(server):
+def test_the_engine_stops_generating_for_a_disconnected_client(server):
     before = server.gauges()
     asked = CACHE_TOKENS - 10
     begun = asyncio.run(read_a_little(server.http_port, CANARY | {"max_tokens": asked}))

@@ -68,7 +68,9 @@ def policy(answer: Answer) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_a_page_is_its_file_and_may_run_only_its_own_script(port: int, path: str) -> None:
+def test_pages_are_served_unchanged_with_a_policy_for_their_own_script(
+    port: int, path: str
+) -> None:
     answer = get(port, path)
     file = FILE.with_name("chat.html" if path == "/" else "docs.html")
     assert (answer.status, answer.header("content-type")) == (200, "text/html; charset=utf-8")
@@ -84,7 +86,7 @@ def test_a_page_is_its_file_and_may_run_only_its_own_script(port: int, path: str
     assert answer.header("x-content-type-options") == "nosniff"
 
 
-def test_the_page_is_one_file_that_fetches_only_from_its_server(page: Elements) -> None:
+def test_the_page_loads_nothing_from_other_servers(page: Elements) -> None:
     text = FILE.read_text("utf-8")
     assert len(text.splitlines()) < 400
     assert not re.search(r"https?:|[\"'(]//|@import|\bimport\s*\(|\beval\b|innerHTML", text)
@@ -124,14 +126,14 @@ def test_the_routes_and_fields_that_the_page_uses_exist(port: int, page: Element
 
 
 def test_sampling_is_greedy_by_default(page: Elements) -> None:
-    """As in `slipstream chat`: small models lose the thread when they sample."""
+    """The default is that of `slipstream chat`: sampled answers of small models are incoherent."""
     (temperature,) = [
         attributes for _, attributes in page.found if attributes.get("id") == "temperature"
     ]
     assert temperature["value"] == "0"
 
 
-def test_pages_need_a_key_where_the_server_does() -> None:
+def test_pages_require_the_key_of_the_server() -> None:
     for access, status in (
         (Access(api_key="user-key"), 401),
         (Access(http_restrictions={"metadata": Restriction("pass", "word")}), 403),
@@ -142,8 +144,8 @@ def test_pages_need_a_key_where_the_server_does() -> None:
             assert get(server.port, "/").status == status
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="nothing here runs the page's script")
-def test_a_conversation_cleared_during_an_answer_forgets_the_answer() -> None:
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the script")
+def test_clearing_a_conversation_during_an_answer_discards_the_answer() -> None:
     command = ["node", str(Path(__file__).with_name("chat_page.mjs")), str(FILE)]
     done = json.loads(
         subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -154,7 +156,7 @@ def test_a_conversation_cleared_during_an_answer_forgets_the_answer() -> None:
     ]
     assert (done["status"], done["shown"]) == ("", 2)
     assert done["models"] == ["mine", "other", "yours", "ensemble", "tensorrt_llm_bls"], (
-        "those with names first"
+        "models with names of their own come first"
     )
 
 

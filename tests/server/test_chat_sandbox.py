@@ -1,4 +1,4 @@
-"""Templates that reach out or never end: each is refused, and none makes anything large first."""
+"""Chat templates that access internals or exceed a limit are refused before they use memory."""
 
 import tracemalloc
 
@@ -68,7 +68,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
-def test_too_much_is_refused_before_it_is_made(name):
+def test_oversized_values_are_refused_before_they_are_created(name):
     tracemalloc.start()
     try:
         with pytest.raises(BudgetExceeded):
@@ -87,7 +87,7 @@ def test_recursion_without_output_is_refused():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_forbidden_template_raises_an_error(name):
     with pytest.raises((TemplateError, OverflowError, RecursionError, TypeError)):
         render(REFUSED[name], {"messages": [1]})
 
@@ -104,20 +104,20 @@ def test_refused(name):
         "range.__self__",
     ],
 )
-def test_internals_are_undefined_and_lead_nowhere(expression):
+def test_python_internals_are_undefined(expression):
     assert render("{{ " + expression + " }}", {"messages": []}) == ""
     with pytest.raises(TemplateError):
         render("{{ (" + expression + ").anything }}{{ (" + expression + ")() }}", {"messages": []})
 
 
-def test_time_is_bounded(monkeypatch):
+def test_rendering_time_is_bounded(monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_SECONDS", -1.0)
     with pytest.raises(BudgetExceeded, match="more than -1 seconds"):
         render("{% for i in range(10000) %}{% endfor %}", {})
 
 
-def test_a_budget_is_for_one_rendering():
-    """A template that takes most of the budget can be rendered again and again."""
+def test_each_rendering_has_a_budget_of_its_own():
+    """A template that uses most of the budget can be rendered several times."""
     for _ in range(3):
         assert len(render("{% for i in range(90000) %}0123456789{% endfor %}", {})) == 900_000
 
@@ -158,5 +158,5 @@ def test_a_budget_is_for_one_rendering():
         ("{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x | default('-') }}", "1-"),
     ],
 )
-def test_ordinary_templates_mean_what_they_meant(source, expected):
+def test_ordinary_templates_render_as_in_plain_jinja(source, expected):
     assert render(source, {}) == expected

@@ -1,6 +1,4 @@
-"""Rendered conversations against transformers' apply_chat_template, on the shapes that templates
-have.
-"""
+"""Rendered conversations equal those of transformers' apply_chat_template."""
 
 import functools
 import json
@@ -136,7 +134,7 @@ def theirs(name: str):
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("tools", [None, TOOL_LIST])
-def test_equal_to_transformers(name, conversation, prompt, tools):
+def test_rendered_text_and_tokens_equal_transformers(name, conversation, prompt, tools):
     messages = CONVERSATIONS[conversation]
     options = {"add_generation_prompt": prompt, "tools": tools}
     rendered = render_chat(ours(name), messages, **options)
@@ -146,14 +144,14 @@ def test_equal_to_transformers(name, conversation, prompt, tools):
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral"])
-def test_a_template_that_writes_the_beginning_of_text_gets_no_second(name):
+def test_no_second_beginning_token_is_added_to_a_rendered_one(name):
     tokenizer = ours(name)
     rendered = render_chat(tokenizer, CONVERSATIONS["one"])
     assert encode_chat(tokenizer, rendered).count(tokenizer.bos_id) == 1
     assert tokenizer.encode(rendered, add_special_tokens=True).count(tokenizer.bos_id) == 1
 
 
-def test_content_in_parts_and_tool_calls():
+def test_content_parts_and_tool_calls_are_rendered_as_by_transformers():
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image"}]},
         {
@@ -167,7 +165,7 @@ def test_content_in_parts_and_tool_calls():
     assert '"arguments": {"a": "<1>"}' in expected
 
 
-def test_a_templates_own_variables():
+def test_variables_of_a_request_reach_the_template():
     rendered = render_chat(
         ours("tools"), CONVERSATIONS["one"], variables={"enable_thinking": False}
     )
@@ -176,12 +174,12 @@ def test_a_templates_own_variables():
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "add_generation_prompt"])
-def test_variables_cannot_replace_what_is_ours(name):
+def test_variables_cannot_replace_reserved_names(name):
     with pytest.raises(ChatError, match=f"'{name}' cannot be given"):
         render_chat(ours("chatml"), CONVERSATIONS["one"], variables={name: "x"})
 
 
-# --- where the template is found ---
+# --- files with a template ---
 
 
 @pytest.mark.parametrize(
@@ -206,7 +204,7 @@ def test_variables_cannot_replace_what_is_ours(name):
         ),
     ],
 )
-def test_places_of_a_template(tmp_path, files, expected):
+def test_template_is_found_in_each_file_that_may_hold_it(tmp_path, files, expected):
     samples.byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
     for name, content in files.items():
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
@@ -216,12 +214,12 @@ def test_places_of_a_template(tmp_path, files, expected):
     assert render_chat(tokenizer, CONVERSATIONS["one"], tools=TOOL_LIST) == with_tools
 
 
-def test_no_template_says_how_to_give_one():
+def test_missing_template_error_names_the_file_to_add():
     with pytest.raises(ChatError, match=r"has no chat template; put one .* chat_template.jinja"):
         render_chat(Tokenizer.load(samples.byte_level()), CONVERSATIONS["one"])
 
 
-# --- what cannot be rendered, in one line ---
+# --- errors in one line ---
 
 
 def template(source: str, tmp_path) -> Tokenizer:
@@ -244,7 +242,7 @@ def template(source: str, tmp_path) -> Tokenizer:
         ("{{ 1 / 0 }}", "the chat template failed: division by zero"),
     ],
 )
-def test_errors_are_one_line(tmp_path, source, message):
+def test_template_errors_are_one_line(tmp_path, source, message):
     with pytest.raises(ChatError) as caught:
         render_chat(template(source, tmp_path), CONVERSATIONS["one"])
     assert str(caught.value).startswith(message)
@@ -260,7 +258,7 @@ def test_errors_are_one_line(tmp_path, source, message):
         ([{"role": "user", "content": "x"}, {"content": "x"}], r"messages\[1\] has no 'role'"),
     ],
 )
-def test_messages_that_are_none(messages, message):
+def test_invalid_messages_are_refused(messages, message):
     with pytest.raises(ChatError, match=message):
         render_chat(ours("chatml"), messages)
 

@@ -14,7 +14,7 @@ import tritonclient.grpc.aio as triton
 from grpc_stack import ask, request, tensor, text_inputs, token_inputs
 from http_support import Answer, RunningServer, post
 from optional_tensors import write_declared
-from test_pipeline_text import SpokenEngine
+from test_pipeline_text import ScriptedEngine
 from tiny_text import BEGIN, write_engine_folder
 
 from slipstream.repository.models import read_repository
@@ -39,7 +39,7 @@ NEVER_RAN = [RequestOutput(finish_reason="timeout")]
 class Stack:
     def __init__(self, folder: Path, decoupled: str) -> None:
         engine_folder = write_engine_folder(folder / "engine")
-        self.engine = SpokenEngine(ready=True)
+        self.engine = ScriptedEngine(ready=True)
         self.engine.outstanding = 0  # type: ignore[attr-defined]
         tokenizer = Tokenizer.load(engine_folder)
         self.text = tokenizer.decode([32, 33, 34])
@@ -70,7 +70,7 @@ def generate(stack: Stack, model: str, endpoint: str) -> Answer:
 
 @pytest.mark.parametrize("name", ["timeout", "priority"])
 @pytest.mark.parametrize("value", [-5, 0.5, "soon", True])
-def test_what_is_no_number_of_microseconds_or_priority_is_refused(stack, name, value):
+def test_invalid_timeout_or_priority_is_refused(stack, name, value):
     body = json.dumps({"text_input": "x", "max_tokens": 5, name: value}).encode()
     with RunningServer(create_app(stack.registry, stack.state)) as server:
         answer = post(server.port, "/v2/models/chat/generate", body)
@@ -82,7 +82,7 @@ def test_what_is_no_number_of_microseconds_or_priority_is_refused(stack, name, v
 
 
 @pytest.mark.parametrize("model", ["ensemble", "chat"])
-def test_http_answers_with_what_there_is(stack, model):
+def test_http_request_past_its_deadline_returns_its_text_so_far(stack, model):
     stack.engine.deltas = RAN
     answer = generate(stack, model, "generate")
     document = json.loads(answer.body)
@@ -101,7 +101,7 @@ def test_http_answers_with_what_there_is(stack, model):
 
 
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
-def test_http_says_503_to_what_never_ran(stack, endpoint):
+def test_http_request_that_never_ran_gets_503(stack, endpoint):
     stack.engine.deltas = NEVER_RAN
     for model in ("ensemble", "chat"):
         answer = generate(stack, model, endpoint)
@@ -134,7 +134,7 @@ def calls(streaming: bool) -> list[tuple[str, list[Any]]]:
     ]
 
 
-async def test_grpc_streams_answer_with_what_there_is(stack):
+async def test_grpc_stream_past_its_deadline_returns_its_text_so_far(stack):
     stack.engine.deltas = RAN
     async with grpc(stack) as client:
         for model, inputs in calls(streaming=True):
@@ -157,11 +157,11 @@ async def test_grpc_streams_answer_with_what_there_is(stack):
                 )
 
 
-async def test_grpc_calls_answer_with_what_there_is_or_are_unavailable(stack):
+async def test_grpc_call_past_its_deadline_returns_its_text_or_unavailable(stack):
     async with grpc(stack) as client:
         for model, inputs in calls(streaming=False):
             if stack.registry.find(model).model.decoupled:
-                continue  # those take streams only
+                continue  # decoupled models accept streams only
             stack.engine.deltas = RAN
             result = await client.infer(model, inputs, timeout=60_000_000)
             assert result.as_numpy("finish_reason").tolist() == [[b"timeout"]]

@@ -1,4 +1,4 @@
-"""A draft model beside the target: the text is the target's own, whatever the draft model says."""
+"""With a draft model the text equals that of the target model alone."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ async def whole(generator: Any, request: TextRequest) -> tuple[str, list[int], l
         TextRequest(PROMPT, SamplingParams(max_tokens=20, end_ids=tuple(range(40)), min_tokens=6)),
         TextRequest(PROMPT, SamplingParams(max_tokens=1), ignore_end=True),
     ],
-    ids=["greedy", "drawn", "stop word", "end", "one"],
+    ids=["greedy", "sampled", "stop word", "end", "one token"],
 )
-async def test_the_text_does_not_depend_on_the_drafts(target, request_):
+async def test_the_text_does_not_depend_on_the_draft_tokens(target, request_):
     expected = await whole(target, request_)
     for draft in (target, Wrong()):
         for count in (1, 4, 30):
@@ -95,14 +95,14 @@ async def test_the_text_does_not_depend_on_the_drafts(target, request_):
 
 
 class Short:
-    """Takes no prompt at all."""
+    """Refuses every prompt as too long."""
 
     async def generate(self, request: TextRequest):
         raise PromptError("Prompt length exceeds maximum input length.")
         yield
 
 
-async def test_a_text_ends_with_the_context_as_without_drafts(target):
+async def test_text_ends_at_the_context_limit_as_without_drafts(target):
     request = TextRequest(PROMPT, SamplingParams(max_tokens=10_000), ignore_end=True)
     expected = await whole(target, request)
     assert len(expected[1]) == target.engine.info.max_sequence_tokens - 10
@@ -112,16 +112,16 @@ async def test_a_text_ends_with_the_context_as_without_drafts(target):
         )
 
 
-async def test_adapters_are_the_targets_and_times_those_of_all_turns(target):
+async def test_only_the_target_uses_the_adapter_and_timing_covers_all_rounds(target):
     seen = []
 
-    class Watched:
+    class RecordingDraft:
         async def generate(self, request: TextRequest):
             seen.append(request.adapter)
             yield TextOutput([1, 1], finish_reason="length")
 
     sampling = SamplingParams(max_tokens=6, timing=True)
-    drafted = DraftedGenerator(target, target.tokenizer, Watched(), 2)
+    drafted = DraftedGenerator(target, target.tokenizer, RecordingDraft(), 2)
     request = TextRequest(PROMPT, sampling, adapter=AdapterUse(7, "seven"), ignore_end=True)
     refused = [delta async for delta in drafted.generate(request)]
     assert "seven not found" in refused[-1].error
@@ -136,7 +136,7 @@ async def test_adapters_are_the_targets_and_times_those_of_all_turns(target):
     assert times[-1].last_token_ns > times[0].last_token_ns
 
 
-async def test_what_looks_at_the_answer_alone_is_refused(target):
+async def test_presence_penalty_cannot_be_combined_with_drafts(target):
     request = TextRequest(PROMPT, SamplingParams(max_tokens=8, presence_penalty=0.5))
     with pytest.raises(
         InferenceError, match="presence_penalty cannot be combined with num_draft_tokens"
@@ -158,7 +158,7 @@ def write_with_draft(folder: Path, engine: Path) -> Path:
     return folder
 
 
-def test_a_request_asks_for_drafts_of_the_named_model(engine_folder, target, tmp_path):
+def test_num_draft_tokens_uses_the_configured_draft_model(engine_folder, target, tmp_path):
     repository = read_repository(write_with_draft(tmp_path / "repo", engine_folder))
     assert set(repository.needed_by("chat")) >= {"tensorrt_llm", "small"}
     with ExitStack() as stack:
@@ -187,7 +187,7 @@ def test_a_request_asks_for_drafts_of_the_named_model(engine_folder, target, tmp
         )
 
 
-def test_drafts_need_a_draft_model(engine_folder, tmp_path):
+def test_missing_draft_model_is_a_problem_of_the_repository(engine_folder, tmp_path):
     folder = write_with_draft(tmp_path / "repo", engine_folder)
     shutil.rmtree(folder / "small")
     _, problems = inspect_repository(folder)

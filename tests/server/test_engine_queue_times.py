@@ -1,6 +1,4 @@
-"""What a request spent in its engine's queue counts as waiting in the statistics, and not as
-computing.
-"""
+"""Time in the engine's queue counts as queue time in the statistics, not as compute time."""
 
 from __future__ import annotations
 
@@ -14,11 +12,12 @@ from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.metrics.statistics import ModelCounters
 
 
-async def spent(
+async def measured_times(
     request: InferRequest, generated: AsyncGenerator[InferResponse, None]
 ) -> dict[str, Any]:
-    """The nanoseconds of the statistics after this request; the parts are never below zero and make
-    up the whole.
+    """Return the durations in the statistics after this request, in nanoseconds.
+
+    Check that no part is negative and that the parts add up to the whole.
     """
     counters = ModelCounters()
     async with aclosing(counters.record(request, generated)) as recorded:
@@ -33,7 +32,7 @@ async def spent(
     return times
 
 
-async def test_the_engines_queue_counts_as_waiting_and_the_longest_of_a_batch_for_all():
+async def test_queue_time_of_a_batch_is_the_longest_of_its_requests():
     request = InferRequest("llm", "1", {})
 
     async def generated():
@@ -44,17 +43,17 @@ async def test_the_engines_queue_counts_as_waiting_and_the_longest_of_a_batch_fo
             branch.add_tokens(
                 3, 1, Timing(arrived_ns=10**6, first_scheduled_ns=(1 + number) * 10**6)
             )
-        request.times.branch().add_tokens(3, 1, Timing(arrived_ns=10**6))  # never came to run
+        request.times.branch().add_tokens(3, 1, Timing(arrived_ns=10**6))  # never scheduled
         request.times.end_infer()
         yield InferResponse()
 
-    times = await spent(request, generated())
+    times = await measured_times(request, generated())
     assert times["queue"] == 2 * 10**6
     assert times["compute_infer"] >= 2 * 10**6
 
 
-async def test_a_wait_that_is_longer_than_the_request_leaves_nothing_below_zero():
-    """Clocks of two processes are read one after the other."""
+async def test_no_duration_is_negative_when_the_queue_time_exceeds_the_request():
+    """This can happen because the clocks of two processes are read at different moments."""
     request = InferRequest("llm", "1", {})
 
     async def generated():
@@ -63,5 +62,5 @@ async def test_a_wait_that_is_longer_than_the_request_leaves_nothing_below_zero(
         request.times.end_infer()
         yield InferResponse()
 
-    times = await spent(request, generated())
+    times = await measured_times(request, generated())
     assert times["compute_infer"] == 0

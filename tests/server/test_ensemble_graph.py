@@ -1,6 +1,4 @@
-"""Ensembles of any models: tensors by the maps, only the steps that are needed, decoupled steps in
-order.
-"""
+"""Ensembles of any models: tensor maps, step selection, decoupled steps and invalid graphs."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ def step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> str:
 
 
 class Numbers(ServedModel):
-    """A model of integers: `answer` says what it makes of its inputs, one dictionary an answer."""
+    """A model of integers. `answer` maps its inputs to a list of responses."""
 
     ready = True
     decoupled = False
@@ -132,9 +130,7 @@ def values(responses: list[InferResponse]) -> list[dict[str, int]]:
     return [{tensor.name: tensor.first for tensor in response.outputs} for response in responses]
 
 
-async def test_a_diamond_of_steps_written_in_any_order(
-    tmp_path: Path, registry: ModelRegistry
-) -> None:
+async def test_steps_may_be_declared_in_any_order(tmp_path: Path, registry: ModelRegistry) -> None:
     add(tmp_path, registry, "double", ["x"], ["y"], lambda given: [{"y": 2 * given["x"]}])
     add(tmp_path, registry, "plus1", ["x"], ["y"], lambda given: [{"y": given["x"] + 1}])
     add(
@@ -160,7 +156,9 @@ async def test_a_diamond_of_steps_written_in_any_order(
     assert not model.decoupled
 
 
-async def test_only_the_steps_that_are_needed_run(tmp_path: Path, registry: ModelRegistry) -> None:
+async def test_only_the_steps_of_requested_outputs_run(
+    tmp_path: Path, registry: ModelRegistry
+) -> None:
     cheap = add(tmp_path, registry, "cheap", ["x"], ["y"], lambda given: [{"y": 1}])
     costly = add(tmp_path, registry, "costly", ["x"], ["y"], lambda given: [{"y": 2}])
     model = ensemble(
@@ -194,7 +192,7 @@ async def test_absent_optional_inputs_are_not_passed(
     assert values(await run(whole, IN=1, MORE=9)) == [{"OUT": 9}]
 
 
-async def test_each_answer_of_a_decoupled_step_sets_off_the_next_in_order(
+async def test_each_response_of_a_decoupled_step_runs_the_next_step_in_order(
     tmp_path: Path, registry: ModelRegistry
 ) -> None:
     add(
@@ -224,7 +222,7 @@ async def test_each_answer_of_a_decoupled_step_sets_off_the_next_in_order(
     assert {(request.priority, request.parameters["p"]) for request in square.requests} == {(3, 1)}
 
 
-async def test_an_error_names_the_ensemble_and_ends_it(
+async def test_error_of_a_step_names_the_ensemble_and_ends_the_request(
     tmp_path: Path, registry: ModelRegistry
 ) -> None:
     add(
@@ -252,7 +250,7 @@ async def test_an_error_names_the_ensemble_and_ends_it(
     assert (len(responses), len(after.asked)) == (2, 1)
 
 
-async def test_a_step_that_is_not_loaded_is_said_and_makes_it_not_ready(
+async def test_ensemble_with_an_unloaded_step_is_not_ready_and_names_it(
     tmp_path: Path, registry: ModelRegistry
 ) -> None:
     model = ensemble(tmp_path, registry, ["IN"], ["OUT"], step("gone", {"x": "IN"}, {"y": "OUT"}))
@@ -265,7 +263,7 @@ async def test_a_step_that_is_not_loaded_is_said_and_makes_it_not_ready(
     )
 
 
-async def test_an_ensemble_of_ensembles(tmp_path: Path, registry: ModelRegistry) -> None:
+async def test_an_ensemble_may_contain_ensembles(tmp_path: Path, registry: ModelRegistry) -> None:
     add(tmp_path, registry, "plus1", ["x"], ["y"], lambda given: [{"y": given["x"] + 1}])
     inner = config(tmp_path, "inner", ["I"], ["O"], step("plus1", {"x": "I"}, {"y": "O"}))
     registry.add("inner", 1, EnsembleModel(inner, registry.find))
@@ -286,7 +284,7 @@ def graph_errors(folder: Path, whole: ModelConfig, *models: ModelConfig) -> list
     return [problem.text for problem in problems.errors]
 
 
-def test_a_graph_that_cannot_run_is_refused_with_every_reason(tmp_path: Path) -> None:
+def test_all_errors_of_a_graph_are_reported(tmp_path: Path) -> None:
     part = config(tmp_path, "part", ["x", "z"], ["y"])
     whole = config(
         tmp_path,
@@ -306,7 +304,7 @@ def test_a_graph_that_cannot_run_is_refused_with_every_reason(tmp_path: Path) ->
     ]
 
 
-def test_steps_that_wait_for_each_other_are_refused(tmp_path: Path) -> None:
+def test_cyclic_steps_are_refused(tmp_path: Path) -> None:
     part = config(tmp_path, "part", ["x"], ["y"])
     circle = step("part", {"x": "b"}, {"y": "a"}) + step("part", {"x": "a"}, {"y": "b"})
     whole = config(tmp_path, "whole", ["IN"], ["a"], circle)
@@ -314,11 +312,11 @@ def test_steps_that_wait_for_each_other_are_refused(tmp_path: Path) -> None:
         "some steps wait for tensors that no step before them makes"
     ]
     assert run_order(whole.ensemble_steps, whole.input_names) == []
-    selfish = config(tmp_path, "selfish", ["IN"], ["O"], step("selfish", {"IN": "IN"}, {"O": "O"}))
-    assert graph_errors(tmp_path, selfish) == ["the ensemble contains itself"]
+    cyclic = config(tmp_path, "cyclic", ["IN"], ["O"], step("cyclic", {"IN": "IN"}, {"O": "O"}))
+    assert graph_errors(tmp_path, cyclic) == ["the ensemble contains itself"]
 
 
-def test_needed_steps_go_back_to_what_feeds_them(tmp_path: Path) -> None:
+def test_needed_steps_include_the_steps_before_them(tmp_path: Path) -> None:
     chain = (
         step("p", {"x": "IN"}, {"y": "a"})
         + step("p", {"x": "a"}, {"y": "b"})

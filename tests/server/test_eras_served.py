@@ -1,6 +1,4 @@
-"""One engine under the tensor names of two eras at once: batches of 2023 and requests of today, the
-same tokens.
-"""
+"""One engine serves the tensor names of 2023 and of v0.18 at once, and both give the same tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    """The gpt repository of September 2023, and the in-flight one of v0.18."""
+    """Yield clients of the `gpt` repository of September 2023 and the in-flight one of v0.18."""
     folder = tmp_path_factory.mktemp("eras")
     engine = build_engine(model, folder / "engine", "--max_beam_width", "2")
     started = [
@@ -59,7 +57,9 @@ def texts(*items: str) -> numpy.ndarray:
     return numpy.array([[item.encode()] for item in items], dtype=object)
 
 
-def test_texts_in_batches(servers: tuple[Any, Any], model: Path) -> None:
+def test_a_batch_of_prompts_gives_the_same_texts_in_both_repositories(
+    servers: tuple[Any, Any], model: Path
+) -> None:
     old, new = servers
     nothing = texts(*[""] * len(PROMPTS))
     first = send(
@@ -81,7 +81,9 @@ def test_texts_in_batches(servers: tuple[Any, Any], model: Path) -> None:
     assert [text.decode() for text in second.reshape(-1)] == expected
 
 
-def test_tokens_in_batches(servers: tuple[Any, Any]) -> None:
+def test_a_batch_of_token_ids_gives_the_same_tokens_in_both_repositories(
+    servers: tuple[Any, Any],
+) -> None:
     old, new = servers
     nothing = texts(*[""] * len(PROMPTS))
     before = send(
@@ -142,7 +144,9 @@ def test_tokens_in_batches(servers: tuple[Any, Any]) -> None:
     ] == [True] * 3
 
 
-def test_beams_in_batches(servers: tuple[Any, Any]) -> None:
+def test_a_batch_with_beams_gives_the_same_beams_in_both_repositories(
+    servers: tuple[Any, Any],
+) -> None:
     old, new = servers
     ids = numpy.array([[96, 35, 80, END], [96, 41, 70, 77], [96, 34, END, END]], dtype="int32")
     lengths = numpy.array([[3], [4], [2]], dtype="int32")
@@ -171,7 +175,7 @@ def test_beams_in_batches(servers: tuple[Any, Any]) -> None:
     assert send(old, "postprocessing", TOKENS_BATCH=rows).as_numpy("OUTPUT").size == 6
 
 
-def test_a_text_of_words_with_commas_is_the_list_of_them(
+def test_comma_separated_words_of_2023_equal_a_list_of_words(
     servers: tuple[Any, Any], model: Path
 ) -> None:
     old, new = servers

@@ -28,7 +28,7 @@ from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.tensors import Tensor
 
-# an ensemble's wires say which fields they are
+# inputs of the ensemble of 2023, whose maps name their fields
 FIRST_NAMES = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}
 DATATYPES = {bool: "BOOL", int: "INT32", float: "FP64", bytes: "BYTES"}
 
@@ -155,7 +155,7 @@ def test_no_op_values_of_unsupported_fields_are_accepted() -> None:
 
 
 def test_every_input_of_the_templates_is_in_the_table() -> None:
-    """A field that is in none of them would be refused, or worse, ignored."""
+    """A template input that is missing in the table would be refused or ignored."""
     known = set(FIELDS)
     for name in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble"):
         for item in parse_pbtxt(template(name)).fields:
@@ -188,7 +188,7 @@ def test_every_input_of_the_templates_is_in_the_table() -> None:
         ({"typical_p": 1.0}, True, 0.0, 0, 1.0),
     ],
 )
-def test_fields_that_turn_sampling_on(
+def test_fields_that_enable_sampling(
     fields: dict[str, object], greedy: bool, temperature: float, top_k: int, top_p: float
 ) -> None:
     params = sampling(**fields)
@@ -264,14 +264,14 @@ def test_fields_set_the_sampling_parameters() -> None:
     assert dict(params.logit_bias) == {ord("a"): 2.0, ord("b"): 1.0}
 
 
-def test_end_id_minus_one_never_ends() -> None:
+def test_end_id_minus_one_means_no_end_id() -> None:
     fields = read_request_fields(request(max_tokens=1, end_id=-1), {})
     assert never_ends(fields)
     assert sampling(end_id=-1).end_ids == ()
     assert not never_ends(read_request_fields(request(max_tokens=1), {}))
 
 
-def test_word_lists_in_the_engines_layout() -> None:
+def test_word_lists_are_packed_and_unpacked_in_the_engines_layout() -> None:
     words = [(1, 2, 3), (4, 5)]
     length, flat = pack_words(words)
     assert (length, flat) == (5, [1, 2, 3, 4, 5, 3, 5, -1, -1, -1])

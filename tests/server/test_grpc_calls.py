@@ -105,7 +105,7 @@ async def test_trace_settings(stack):
     assert cleared["settings"]["trace_rate"] == {"value": ["1000"]}
 
 
-async def test_repository_and_shared_memory_without_permission(stack):
+async def test_repository_and_shared_memory_calls_without_permission_are_refused(stack):
     with pytest.raises(
         InferenceServerException, match="explicit model load / unload is not allowed"
     ):
@@ -143,7 +143,7 @@ async def test_the_blocking_client(stack):
 
 
 @ON_BOTH
-async def test_text_is_the_same_in_a_stream_or_not_and_as_tokens(stack):
+async def test_streamed_text_whole_text_and_tokens_agree(stack):
     streamed = await ask(stack.client, request("ensemble", text_inputs("3 4 5", 6)))
     whole = await ask(stack.client, request("ensemble", text_inputs("3 4 5", 6, stream=False)))
     tokens = await ask(stack.client, request("tensorrt_llm", token_inputs([3, 4, 5], 6)))
@@ -195,18 +195,18 @@ async def test_errors_end_a_stream_for_clients_that_ask_for_it(stack):
     assert raised.value.code() == grpc.StatusCode.NOT_FOUND
     assert raised.value.details() == "Request for unknown model: 'nope' is not found"
     failing = request("tensorrt_llm", token_inputs([3], 0))
-    with pytest.raises(grpc.aio.AioRpcError) as raised:  # an error that the model answers
+    with pytest.raises(grpc.aio.AioRpcError) as raised:  # an error from the model
         await ask(stack.client, failing, headers={"triton_grpc_error": "true"})
     assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     answers = await ask(stack.client, right, headers={"triton_grpc_error": "true"})
     assert {error for _, error in answers} == {None}
-    answers = await ask(stack.client, wrong, right)  # without the header the stream goes on
+    answers = await ask(stack.client, wrong, right)  # without the header the stream continues
     assert answers[0][1].message() == "Request for unknown model: 'nope' is not found"
     assert sum(result.as_numpy("output_ids").size for result, _ in answers[1:]) == 2
 
 
 @ON_BOTH
-async def test_a_deadline_cancels_in_the_engine(stack):
+async def test_an_exceeded_deadline_cancels_the_request_in_the_engine(stack):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await ask(
             stack.client, request("tensorrt_llm", token_inputs([3], 240)), stream_timeout=0.02
@@ -222,7 +222,7 @@ async def coupled(engine_folder, tmp_path):
         yield found
 
 
-async def test_a_unary_call_that_is_given_up_is_cancelled_in_the_engine(coupled):
+async def test_a_cancelled_unary_call_is_cancelled_in_the_engine(coupled):
     call = asyncio.create_task(coupled.client.infer("chat", text_inputs("3", 240, stream=False)))
     await until(lambda: coupled.engine.outstanding == 1)
     call.cancel()
@@ -284,7 +284,7 @@ async def test_every_call_requires_its_key(engine_folder, tmp_path):
 
 
 @TRANSPORTS
-async def test_metadata_that_is_to_be_forwarded_becomes_parameters(
+async def test_forwarded_metadata_becomes_parameters(
     engine_folder, tmp_path, monkeypatch, transport
 ):
     seen = []
@@ -324,7 +324,7 @@ def test_options_become_channel_arguments():
         {"transport": "x"},
     ],
 )
-def test_options_that_make_no_sense_are_refused(options):
+def test_invalid_options_are_refused(options):
     with pytest.raises(ValueError):
         GrpcOptions(**options)
 
@@ -461,7 +461,7 @@ def wire(descriptor):
     ("ours", "theirs"),
     [("grpc_service.proto", service_pb2), ("model_config.proto", model_config_pb2)],
 )
-def test_messages_are_those_of_tritons_client(ours, theirs):
+def test_wire_format_equals_that_of_tritons_client(ours, theirs):
     expected = wire(theirs.DESCRIPTOR)
     found = wire(messages.POOL.FindFileByName(ours))
     assert {name: found.get(name) for name in expected if name in found} == {
@@ -471,21 +471,21 @@ def test_messages_are_those_of_tritons_client(ours, theirs):
     assert len(set(expected) - set(found)) < 20
 
 
-def test_the_descriptor_modules_are_those_that_the_proto_files_give():
+def test_descriptor_modules_are_up_to_date_with_the_proto_files():
     written = compile_proto.compile_proto()
     assert len(written) == 2
     for name, text in written.items():
         assert (compile_proto.HERE / name).read_text() == text, f"run compile_proto for {name}"
 
 
-def test_the_descriptor_modules_build_what_protoc_reads():
+def test_descriptors_equal_those_of_protoc():
     for file in compile_proto.read_proto().file:
         found = descriptor_pb2.FileDescriptorProto()
         messages.POOL.FindFileByName(file.name).CopyToProto(found)
         assert found == file
 
 
-def test_messages_of_tritons_client_may_be_in_the_same_process():
+def test_tritons_client_can_be_imported_in_the_same_process():
     ours = messages.ModelInferRequest(model_name="a", id="b")
     theirs = service_pb2.ModelInferRequest.FromString(ours.SerializeToString())
     assert (theirs.model_name, theirs.id) == ("a", "b")

@@ -1,4 +1,4 @@
-"""gRPC connections: their maximum age, and bytes that are no message."""
+"""gRPC connections: maximum age, unreadable messages and the fallback transport."""
 
 import asyncio
 import signal
@@ -18,7 +18,7 @@ def engine_folder(tmp_path_factory):
     return build_tiny_engine(tmp_path_factory.mktemp("tiny"))
 
 
-async def test_a_connection_is_replaced_when_it_is_old(engine_folder, tmp_path):
+async def test_connection_over_the_maximum_age_is_replaced(engine_folder, tmp_path):
     """The client makes a new connection and loses no call."""
     options = GrpcOptions(max_connection_age_ms=100, max_connection_age_grace_ms=1000)
     async with running(engine_folder, tmp_path, options=options) as stack:

@@ -1,6 +1,4 @@
-"""Requests that no client would send: whatever the bytes, the answer is Triton's kind of error or
-an answer.
-"""
+"""Random and damaged gRPC requests get a response or an error of Triton's form."""
 
 import random
 import struct
@@ -51,7 +49,7 @@ def raw(chance):
     return b""
 
 
-def made(chance):
+def random_request(chance):
     message = messages.ModelInferRequest(model_name="m", id=chance.choice(["", "x"]))
     if chance.random() < 0.5:  # starts with a valid part, so that the rest is read
         message.inputs.add(name="a", datatype="INT32", shape=[1, 2])
@@ -98,7 +96,7 @@ def run(config, cases, seed):
         {"taken": 0, "refused": 0, "unreadable": 0},
     )
     for number in range(cases):
-        message = made(chance)
+        message = random_request(chance)
         if number % 3 == 0:
             try:
                 message = messages.ModelInferRequest.FromString(
@@ -117,13 +115,13 @@ def run(config, cases, seed):
     return counts
 
 
-def test_a_few_thousand_requests(config):
+def test_a_few_thousand_damaged_requests(config):
     counts = run(config, 3000, seed=1)
     assert counts["taken"] > 0
     assert counts["refused"] > 1000
 
 
 @pytest.mark.slow
-def test_two_hundred_thousand_requests(config):
+def test_two_hundred_thousand_damaged_requests(config):
     counts = run(config, 200_000, seed=2)
     assert sum(counts.values()) == 200_000

@@ -1,4 +1,4 @@
-"""The gRPC service, asked by Triton's own client."""
+"""The gRPC service, called by Triton's own client."""
 
 import asyncio
 import re
@@ -218,7 +218,7 @@ async def test_token_ids_in_and_out(served):
     assert [o.name for o in answers[0][0].outputs][:2] == ["output_ids", "sequence_length"]
 
 
-async def test_only_the_outputs_that_were_asked_for(served):
+async def test_only_requested_outputs_are_returned(served):
     wanted = [triton.InferRequestedOutput("text_output")]
     answers = await ask(served.client, request("ensemble", text_inputs(), outputs=wanted))
     assert {output.name for response, _, _ in answers for output in response.outputs} == {
@@ -307,7 +307,7 @@ async def test_errors_of_a_unary_call(served, model, inputs, more, code, text):
 
 
 @ON_BOTH
-async def test_errors_in_a_stream_are_answers_and_the_stream_goes_on(served):
+async def test_errors_in_a_stream_are_responses_and_the_stream_continues(served):
     answers = await ask(
         served.client,
         request("nope", text_inputs(), "e1"),
@@ -332,7 +332,7 @@ async def raw_stream(served, *requests):
         return [answer async for answer in call(iter(requests))]
 
 
-async def test_a_refused_request_names_its_id_and_a_failed_one_its_model(served):
+async def test_error_of_a_refused_request_has_its_id_and_of_a_failed_one_its_model(served):
     refused = messages.ModelInferRequest(model_name="nope", id="a")
     failed = messages.ModelInferRequest(model_name="tensorrt_llm", id="b")
     for name, value in (("input_ids", 903), ("input_lengths", 1), ("request_output_len", 2)):
@@ -346,7 +346,7 @@ async def test_a_refused_request_names_its_id_and_a_failed_one_its_model(served)
     assert second.infer_response.parameters[FINAL].bool_param is True
 
 
-async def test_typed_contents_work_like_raw_ones_and_are_checked(served):
+async def test_typed_contents_equal_raw_ones_and_are_checked(served):
     async with grpc.aio.insecure_channel(served.address) as channel:
         infer = channel.unary_unary(
             f"/{messages.SERVICE}/ModelInfer",
@@ -404,7 +404,7 @@ async def test_reserved_parameters_are_refused(served):
 
 
 @ON_BOTH
-async def test_a_client_that_leaves_cancels_its_requests(served):
+async def test_a_disconnected_client_cancels_its_requests(served):
     endless = text_inputs("1", 2000, True, 5)
 
     async def sending():
@@ -419,7 +419,7 @@ async def test_a_client_that_leaves_cancels_its_requests(served):
             await asyncio.sleep(0.01)
 
 
-async def test_new_work_is_refused_while_draining(served):
+async def test_new_requests_are_refused_while_draining(served):
     served.state.draining = True
     with pytest.raises(InferenceServerException) as raised:
         await served.client.infer("preprocessing", preprocessing_inputs())
@@ -435,12 +435,12 @@ async def test_an_unknown_call_is_unimplemented(served):
 
 
 @ON_BOTH
-async def test_a_request_of_several_megabytes_is_taken(served):
+async def test_a_request_of_several_megabytes_is_accepted(served):
     given = [
         tensor("QUERY", [b"3 " * (3 << 20)], "BYTES"),
         tensor("REQUEST_OUTPUT_LEN", [4], "INT32"),
     ]
     with pytest.raises(InferenceServerException) as raised:
         await served.client.infer("preprocessing", given)
-    # by the model's own limit, not by gRPC's
+    # refused by the model's limit, not by gRPC's
     assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"

@@ -1,6 +1,4 @@
-"""Requests that end others, and requests of several prompts, asked by Triton's own clients of a
-real engine.
-"""
+"""Stop requests and batches, from Triton's own clients to a real engine."""
 
 import asyncio
 
@@ -35,7 +33,7 @@ async def coupled(engine_folder, tmp_path):
         yield found
 
 
-async def test_a_stop_request_ends_the_one_of_its_id_with_what_it_has(stack):
+async def test_a_stop_request_ends_the_request_of_its_id_with_its_tokens_so_far(stack):
     stopping = [*token_inputs([3], 1), tensor("stop", [True], "BOOL")]
     answers, begun = [], asyncio.Event()
 
@@ -61,14 +59,14 @@ async def test_a_stop_request_ends_the_one_of_its_id_with_what_it_has(stack):
     await until(lambda: stack.engine.outstanding == 0)
 
 
-async def test_a_stop_request_without_an_id_ends_what_runs_without_one_over_its_connection(stack):
+async def test_a_stop_request_without_an_id_ends_requests_without_one_of_its_connection(stack):
     """Upstream's client sends this for `--stop-after-ms` without `--request-id`."""
     stopping = [*token_inputs([3], 1), tensor("stop", [True], "BOOL")]
     long, stop = (
         request("tensorrt_llm", inputs, id="") for inputs in (token_inputs([3], 240), stopping)
     )
     lengths: dict[str, int] = {}
-    # otherwise the clients of a process share a connection
+    # clients of one process share a connection without this option
     own = [("grpc.use_local_subchannel_pool", 1)]
     async with concurrent.InferenceServerClient(stack.address, channel_args=own) as other:
 
@@ -98,7 +96,7 @@ async def test_a_stop_request_without_an_id_ends_what_runs_without_one_over_its_
     await until(lambda: stack.engine.outstanding == 0)
 
 
-async def test_a_call_without_an_id_is_stopped_by_another_over_its_connection(coupled):
+async def test_a_call_without_an_id_is_stopped_by_a_call_of_its_connection(coupled):
     """The empty response to the stop request comes first: upstream's client prints the last one."""
     order = []
 
@@ -149,7 +147,7 @@ async def indexed(engine_folder, tmp_path):
 
 
 def batch_of(prompts: list[int], lengths: list[int], stream: bool = True):
-    """Prompts of one token each, as one request."""
+    """Return one request with prompts of one token each."""
     rows = {
         "input_ids": prompts,
         "input_lengths": [1] * len(prompts),
@@ -197,7 +195,7 @@ async def test_a_batch_on_a_decoupled_model_is_answered_part_by_part(indexed, st
     await until(lambda: indexed.engine.outstanding == 0)
 
 
-async def test_a_batch_that_is_given_up_ends_in_the_engine(indexed):
+async def test_a_cancelled_batch_is_cancelled_in_the_engine(indexed):
     with pytest.raises(grpc.aio.AioRpcError):
         await ask(
             indexed.client,

@@ -74,7 +74,7 @@ async def test_a_stream_has_at_most_1024_requests_under_way(tmp_path):
             await call.write(asking("gate", number))
         await call.done_writing()
         await until(lambda: gate.begun >= 1024)
-        for _ in range(20):  # when they are answered, what was sent before has arrived
+        for _ in range(20):  # once these are answered, all earlier messages have arrived
             assert (
                 await channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"")
                 == b"\x08\x01"
@@ -128,7 +128,7 @@ class Leaving:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_a_client_that_leaves_while_an_error_is_sent_is_no_error(capfd, count):
+async def test_a_client_that_disconnects_while_an_error_is_sent_logs_nothing(capfd, count):
     call = Leaving(*[asking("unknown")] * count)
     inference = Inference(ModelRegistry(), ServerState([]), create_context())
     await inference.model_stream_infer(call)
@@ -136,7 +136,7 @@ async def test_a_client_that_leaves_while_an_error_is_sent_is_no_error(capfd, co
     assert lines(capfd) == []
 
 
-async def test_clients_that_leave_amid_errors_leave_no_line_in_the_log(tmp_path, capfd):
+async def test_clients_that_disconnect_during_errors_log_nothing(tmp_path, capfd):
     async with gate_behind_grpc(tmp_path) as (_, channel), asyncio.timeout(30):
         for number in range(30):
             call = channel.stream_stream(STREAM)()
@@ -153,7 +153,7 @@ async def test_clients_that_leave_amid_errors_leave_no_line_in_the_log(tmp_path,
 
 
 @asynccontextmanager
-async def stubborn(after, transport="core"):
+async def run_handler_after_disconnect(after, transport="core"):
     """Run a handler that calls `after` when its client has left, and record the result."""
     seen = SimpleNamespace(begun=asyncio.Event(), ended=asyncio.Event(), result=None)
 
@@ -197,7 +197,7 @@ async def test_a_call_whose_client_left_yields_no_messages(how, monkeypatch):
             return [message async for message in call]
 
     started = []
-    async with stubborn(read_on) as (seen, server, call):
+    async with run_handler_after_disconnect(read_on) as (seen, server, call):
         await leave(how, server, call)
         await seen.ended.wait()
         monkeypatch.undo()
@@ -211,7 +211,7 @@ async def test_writing_to_a_call_whose_client_left_logs_nothing(how, transport, 
     async def write_on(call):
         await call.write(b"an error")
 
-    async with stubborn(write_on, transport) as (seen, server, call):
+    async with run_handler_after_disconnect(write_on, transport) as (seen, server, call):
         await leave(how, server, call)
         await seen.ended.wait()
         await until(lambda: not server.running)

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import types
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 
 import grpc
@@ -79,7 +80,7 @@ class Waiting:
         await self.wait()
 
 
-async def test_many_calls_at_once_each_get_their_own_answer(transport):
+async def test_concurrent_calls_get_their_own_answers(transport):
     async with serving(transport, Twice=Unary(twice)) as (server, channel):
         call = channel.unary_unary("/test.Service/Twice")
         answers = await asyncio.gather(*(call(b"%d" % number) for number in range(300)))
@@ -119,13 +120,13 @@ async def test_a_call_ends_with_the_status_its_handler_raises(transport):
 
 
 async def test_an_exception_of_a_handler_is_only_in_the_log(transport, capfd):
-    async def break_down(data, call):
+    async def raise_an_error(data, call):
         raise KeyError("a secret")
 
     async def cancel_itself(data, call):
         raise asyncio.CancelledError
 
-    async with serving(transport, Break=Unary(break_down), Cancel=Unary(cancel_itself)) as (
+    async with serving(transport, Break=Unary(raise_an_error), Cancel=Unary(cancel_itself)) as (
         server,
         channel,
     ):
@@ -148,7 +149,7 @@ async def test_a_unary_call_takes_exactly_one_message_of_bounded_length(transpor
 
 @pytest.mark.parametrize("kind", ["unary", "stream"])
 @pytest.mark.parametrize("how", ["leaves", "deadline"])
-async def test_a_client_that_leaves_cancels_the_handler(transport, kind, how):
+async def test_a_disconnected_client_cancels_the_handler(transport, kind, how):
     waiting = Waiting()
     handler = Unary(waiting.unary) if kind == "unary" else Streaming(waiting.stream)
     async with serving(transport, Wait=handler) as (server, channel), asyncio.timeout(20):
@@ -186,6 +187,16 @@ async def test_a_stream_passes_messages_both_ways_in_order(transport):
         assert answers == [b"%d" % number for number in range(500)]
 
 
+async def until_unchanged(read: Callable[[], int]) -> None:
+    """Wait until a count stays the same for half a second."""
+    unchanged = 0
+    before = read()
+    while unchanged < 10:
+        await asyncio.sleep(0.05)
+        unchanged = unchanged + 1 if read() == before else 0
+        before = read()
+
+
 async def test_a_slow_reader_blocks_the_writer(transport):
     written, ended = 0, asyncio.Event()
 
@@ -201,10 +212,7 @@ async def test_a_slow_reader_blocks_the_writer(transport):
     async with serving(transport, Flood=Streaming(flood)) as (_, channel), asyncio.timeout(20):
         call = channel.unary_stream("/test.Service/Flood")(b"")
         assert len(await call.read()) == 64 << 10
-        before = -1
-        while before != written:  # until the buffers in between are full
-            before = written
-            await asyncio.sleep(0.1)
+        await until_unchanged(lambda: written)  # the buffers in between are full
         assert written < 1000
         call.cancel()
         await ended.wait()
@@ -231,7 +239,7 @@ class Counting:
 @pytest.mark.parametrize(
     ("compression", "short"), [("none", False), ("deflate", True), ("gzip", True)]
 )
-async def test_responses_are_compressed_where_the_options_say_so(transport, compression, short):
+async def test_responses_are_compressed_as_the_options_say(transport, compression, short):
     async def large(data, call):
         return bytes(1 << 20)
 
@@ -247,7 +255,7 @@ async def test_responses_are_compressed_where_the_options_say_so(transport, comp
     assert (counting.received < 10_000) == short
 
 
-async def test_stopping_lets_calls_end_within_the_grace(transport):
+async def test_calls_that_end_within_the_grace_period_are_completed(transport):
     waiting = Waiting()
     async with (
         serving(transport, Wait=Unary(waiting.unary), Twice=Unary(twice)) as (server, channel),
@@ -257,7 +265,7 @@ async def test_stopping_lets_calls_end_within_the_grace(transport):
         await waiting.begun.wait()
         stopping = asyncio.create_task(server.stop(10))
         code, _ = await failure(channel.unary_unary("/test.Service/Twice")(b""))
-        # gRPC cancels a call that was on its way when the server stopped, and refuses later ones.
+        # gRPC cancels a call that was in transit when the server stopped, and refuses later ones.
         assert code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert not stopping.done()
         waiting.go.set()
@@ -267,7 +275,7 @@ async def test_stopping_lets_calls_end_within_the_grace(transport):
 
 
 @pytest.mark.parametrize("grace", [None, 0.1])
-async def test_stopping_cancels_calls_after_the_grace(transport, grace):
+async def test_calls_are_cancelled_after_the_grace_period(transport, grace):
     waiting, streaming = Waiting(), Waiting()
     handlers = {"Wait": Unary(waiting.unary), "Stream": Streaming(streaming.stream)}
     async with serving(transport, **handlers) as (server, channel), asyncio.timeout(20):
@@ -284,7 +292,7 @@ async def test_stopping_cancels_calls_after_the_grace(transport, grace):
         assert [await call.code() for call in calls] == [grpc.StatusCode.UNAVAILABLE] * 2
 
 
-async def test_a_port_that_is_taken_is_an_error_and_a_server_need_not_start(transport):
+async def test_a_port_in_use_is_an_error_and_an_unstarted_server_can_be_stopped(transport):
     async with serving(transport) as _:
         first = create_server({}, ARGUMENTS, transport)
         second = create_server({}, ARGUMENTS, transport)
@@ -311,7 +319,7 @@ async def test_the_client_of_the_benchmark_counts_answers_and_reports_errors():
         await server.stop(None)
 
 
-async def test_the_core_transport_is_used_where_it_can_be():
+async def test_the_core_transport_is_used_with_a_tested_grpcio():
     assert core_problem(grpc.__version__) == ""
     assert isinstance(create_server({}, ARGUMENTS), CoreServer)
     assert isinstance(create_server({}, ARGUMENTS, "aio"), AioServer)
@@ -324,7 +332,7 @@ async def test_an_untested_grpcio_is_served_by_aio(version, monkeypatch, caplog)
     assert f"grpcio {version} is not among the tested releases 1.67 to 1.89" in caplog.text
 
 
-async def test_a_grpcio_without_the_names_is_served_by_aio(monkeypatch, caplog):
+async def test_a_grpcio_without_the_private_names_is_served_by_aio(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "grpc._cython.cygrpc", types.ModuleType("cygrpc"))
     monkeypatch.delitem(sys.modules, CoreServer.__module__)
     monkeypatch.delattr(slipstream.server.grpc, "core_transport")

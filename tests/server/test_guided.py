@@ -24,7 +24,7 @@ MODEL_VOCABULARY = 700  # more outputs than the tokenizer has tokens
 
 
 def build(folder: Path, tokenizer: Path, vocabulary: int = MODEL_VOCABULARY) -> Path:
-    """A tiny random model with a real tokenizer."""
+    """Build a tiny random model with a real tokenizer."""
     config = config_of("llama", vocab_size=vocabulary, max_position_embeddings=1024)
     random_model(config).save_pretrained(folder / "hf")
     for file in tokenizer.iterdir():
@@ -92,7 +92,7 @@ def test_regular_expressions_match_whole_answers(llm, expression):
         assert re.fullmatch(expression, text), text
 
 
-def test_grammars_choices_and_plain_json(llm):
+def test_answers_follow_grammars_choices_and_plain_json(llm):
     grammar = 'root ::= greeting " " name\ngreeting ::= "hello" | "bye"\nname ::= [A-Z] [a-z]{2}'
     (text,) = answers(llm, "Say:", guide_type="ebnf_grammar", guide=grammar)
     assert re.fullmatch("(hello|bye) [A-Z][a-z]{2}", text)

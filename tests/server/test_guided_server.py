@@ -100,7 +100,9 @@ def test_wrong_guides_are_an_error_with_the_name_of_the_field(port, fields, mess
         assert message in generate(port, model, status=400, **fields)["error"]
 
 
-async def test_an_engine_without_a_tokenizer_says_so_over_grpc(engine_folder, tmp_path):
+async def test_guide_for_an_engine_without_a_tokenizer_is_refused_over_grpc(
+    engine_folder, tmp_path
+):
     repo = write_declared(tmp_path / "repo", engine_folder)
     guide = [tensor(name, [text.encode()], "BYTES") for name, text in GUIDE.items()]
     ids = Tokenizer.load(engine_folder).encode("Say: ")

@@ -82,15 +82,13 @@ def test_every_route_needs_a_key(port: int, route: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("route", "expected"), ROUTES.items())
-def test_the_api_key_opens_the_routes_of_users(
-    port: int, route: tuple[str, str], expected: int
-) -> None:
+def test_the_api_key_allows_user_routes(port: int, route: tuple[str, str], expected: int) -> None:
     assert status(port, *route, ["Authorization", "Bearer user-key"]) == expected
     assert status(port, *route, ["X-API-Key", "admin-key"]) == expected
 
 
 @pytest.mark.parametrize(("route", "expected"), ADMIN_ROUTES.items())
-def test_only_the_admin_key_opens_the_routes_of_control(
+def test_only_the_admin_key_allows_control_routes(
     port: int, route: tuple[str, str], expected: int
 ) -> None:
     assert status(port, *route, ["Authorization", "Bearer user-key"]) == 403
@@ -104,7 +102,7 @@ def refused(access: Access, api: str, protocol: str = "http", **headers: str) ->
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_a_single_key_guards_every_api(api: str) -> None:
+def test_a_single_key_protects_every_api(api: str) -> None:
     for access in (Access(api_key="k"), Access(admin_key="k")):
         for protocol in ("http", "grpc"):
             assert refused(access, api, protocol) == 401
@@ -116,7 +114,7 @@ def test_a_single_key_guards_every_api(api: str) -> None:
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_none_of_several_api_keys_opens_control(api: str) -> None:
+def test_none_of_several_api_keys_allows_control(api: str) -> None:
     access = Access(api_key="ours\ntheirs")
     for protocol in ("http", "grpc"):
         assert refused(access, api, protocol, x_api_key="ours") == (403 if api in ADMIN_APIS else 0)

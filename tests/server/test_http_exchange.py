@@ -1,4 +1,4 @@
-"""How a response is framed, and what happens to a handler that fails."""
+"""The framing of responses, and handlers that fail."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def send_chunks(*pieces: bytes) -> Handler:
     return handler
 
 
-async def test_whole_response_has_its_length() -> None:
+async def test_whole_response_has_a_content_length() -> None:
     client = await exchanged(respond(b"hello", JSON, [(b"Retry-After", b"1")]))
     assert client.transport.data == (
         b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
@@ -46,7 +46,7 @@ async def test_whole_response_has_its_length() -> None:
     assert not client.transport.closed
 
 
-async def test_chunks_and_their_end() -> None:
+async def test_chunks_are_framed_and_terminated() -> None:
     client = await exchanged(send_chunks(b"x" * 26, b"", b"last"))
     head, _, body = client.transport.data.partition(b"\r\n\r\n")
     assert head == b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ntransfer-encoding: chunked"
@@ -90,7 +90,7 @@ async def test_response_to_head_has_no_body(handler: Handler, framing: bytes) ->
 
 
 @pytest.mark.parametrize("header", [(b"bad name", b"x"), (b"good", b"line\r\nbreak")])
-async def test_header_that_would_break_the_head_is_refused(header: tuple[bytes, bytes]) -> None:
+async def test_invalid_header_is_refused(header: tuple[bytes, bytes]) -> None:
     client = await exchanged(respond(b"", TEXT, [header]))
     assert client.transport.data.startswith(b"HTTP/1.1 500 ")
     assert header[0] not in client.transport.data
@@ -120,7 +120,7 @@ async def test_second_response_and_early_chunk_are_refused() -> None:
     ]
 
 
-async def test_nothing_is_written_for_a_client_that_has_left() -> None:
+async def test_nothing_is_written_to_a_disconnected_client() -> None:
     may_answer = asyncio.Event()
 
     async def handler(exchange: Exchange) -> None:
@@ -135,10 +135,10 @@ async def test_nothing_is_written_for_a_client_that_has_left() -> None:
 
 @pytest.mark.parametrize("raised", [None, ValueError("wrong"), asyncio.CancelledError()])
 @pytest.mark.parametrize("started", [False, True])
-async def test_part_of_a_response_never_looks_whole(
+async def test_incomplete_response_is_not_terminated(
     started: bool, raised: BaseException | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever ends the handler early. A cancelled handler made no mistake and is not logged."""
+    """An exception of the handler is logged. A cancelled handler is not."""
 
     async def handler(exchange: Exchange) -> None:
         if started:
@@ -159,6 +159,6 @@ async def test_part_of_a_response_never_looks_whole(
     assert logged == ([] if cancelled else [type(raised or RuntimeError())])
 
 
-def test_path_of_a_target() -> None:
+def test_path_is_extracted_from_the_request_target() -> None:
     assert read_path(b"/v2/a%20b?x=1") == "/v2/a%20b"
     assert read_path(b"http://host:80/v2") == "/v2"

@@ -32,7 +32,7 @@ MAX_BYTES = 1 << 16
 
 
 class Recorder(EchoEngine):
-    """The engine that repeats prompts, which records the priority and deadline of each."""
+    """An engine that repeats prompts and records the priority and deadline of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_a_batch_gives_each_prompt_its_own_text(start: Start, model: str) -> Non
     }
 
 
-def test_one_bad_prompt_fails_the_whole_batch_and_says_why(start: Start) -> None:
+def test_one_invalid_prompt_fails_the_batch_with_the_reason(start: Start) -> None:
     server = start()
     answer = server.infer("llama", ["abc", "xy"], [4, 0])
     assert answer.status == 400
@@ -143,7 +143,7 @@ def test_ids_of_different_lengths_are_padded_to_one_shape(start: Start) -> None:
         ("INT32", "INT64", 400),
     ],
 )
-def test_lengths_may_be_unsigned_as_the_clients_of_2023_send_them(
+def test_lengths_may_be_unsigned_as_sent_by_clients_of_2023(
     start: Start, ids: str, lengths: str, status: int
 ) -> None:
     inputs = [
@@ -194,7 +194,7 @@ def test_the_first_priority_precedes_requests_without_one(
     assert none == {1: first, 2: second}[as_none]
 
 
-def test_a_level_beyond_those_of_the_model_is_its_default(start: Start) -> None:
+def test_a_priority_beyond_the_models_levels_is_the_default(start: Start) -> None:
     server = start(
         ("dynamic_batching {", "dynamic_batching { priority_levels: 4 default_priority_level: 3")
     )
@@ -203,7 +203,7 @@ def test_a_level_beyond_those_of_the_model_is_its_default(start: Start) -> None:
     assert [priority for priority, _ in server.engine.scheduling] == [-3, -1, -2, -4, -3, -3]
 
 
-def test_a_request_that_timed_out_before_it_began_is_refused(start: Start) -> None:
+def test_a_request_that_timed_out_in_the_queue_is_refused(start: Start) -> None:
     server = start()
     server.engine.finish_reason = "timeout"
     answer = server.infer("llama", ["a"], [1], {"parameters": {"timeout": 1}})
@@ -214,7 +214,7 @@ def policy(rules: str) -> tuple[str, str]:
     return "dynamic_batching {", f"dynamic_batching {{ default_queue_policy {{ {rules} }}"
 
 
-def test_a_queue_that_is_full_refuses_with_tritons_text(start: Start) -> None:
+def test_a_full_queue_refuses_requests_with_tritons_text(start: Start) -> None:
     server = start(policy("max_queue_size: 2"))
     rows = server.engine.info.max_rows if server.engine.info else 0
     server.engine.outstanding = rows + 1
@@ -246,7 +246,7 @@ def test_a_priority_of_any_size_reaches_the_engine(start: Start, level: int) -> 
         ("timeout_action: DELAY default_timeout_microseconds: 2000000", 0, None),
     ],
 )
-def test_the_queue_policys_timeout(
+def test_the_timeout_of_the_queue_policy_sets_the_deadline(
     start: Start, rules: str, given: int, expected: float | None
 ) -> None:
     server = start(policy(rules))
@@ -302,7 +302,7 @@ def test_hostile_inputs_are_refused(start: Start, given: dict[str, Any]) -> None
     assert json.loads(answer.body)["error"] != "internal error, the server's log has the details"
 
 
-def test_joining_reverses_splitting() -> None:
+def test_joining_a_split_batch_restores_it() -> None:
     tensor = Tensor.from_values("x", "INT32", (3, 2), [1, 2, 3, 4, 5, 6])
     parts = split(InferRequest("m", "1", {"x": tensor}), 3)
     assert [part.inputs["x"].values() for part in parts] == [[1, 2], [3, 4], [5, 6]]
@@ -328,7 +328,7 @@ def test_joining_logits_pads_shorter_prompts() -> None:
     assert np.array_equal(joined.array().reshape(joined.shape), expected)
 
 
-async def test_a_large_batch_of_logits_is_joined_beside_the_event_loop(monkeypatch) -> None:
+async def test_a_large_batch_of_logits_is_joined_outside_the_event_loop(monkeypatch) -> None:
     seen = set()
 
     def watched(*given):

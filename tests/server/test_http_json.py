@@ -23,7 +23,7 @@ from slipstream.server.kserve.triton_json import (
     write_values,
 )
 
-texts = st.text(st.characters(exclude_categories=["Cs"]))  # without halves of surrogate pairs
+texts = st.text(st.characters(exclude_categories=["Cs"]))  # without unpaired surrogates
 values = st.recursive(
     st.none()
     | st.booleans()
@@ -101,7 +101,7 @@ def test_error_texts_and_offsets(body: bytes, text: str, offset: int) -> None:
     assert caught.value.status == 500
 
 
-def test_acceptance_beyond_the_standard() -> None:
+def test_json_beyond_the_standard_is_accepted_as_by_rapidjson() -> None:
     assert parse_json(b"\xef\xbb\xbf[1]") == [1]
     assert parse_json(b'"\xff\xfe"').encode("utf-8", "surrogateescape") == b"\xff\xfe"
     assert parse_json(b"[1]\0garbage") == [1]
@@ -111,7 +111,7 @@ def test_acceptance_beyond_the_standard() -> None:
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
-def test_depth_is_bounded(opening: bytes) -> None:
+def test_nesting_depth_is_bounded(opening: bytes) -> None:
     closing = b"]" if opening == b"[" else b"1}"
     deep = opening * MAX_DEPTH + (b"" if opening == b"[" else b"1") + closing[-1:] * MAX_DEPTH
     parse_json(deep)
@@ -158,7 +158,7 @@ def test_doubles_are_written_so_that_they_read_back(number: float) -> None:
         (float("-inf"), "-Infinity"),
     ],
 )
-def test_doubles_as_rapidjson_lays_them_out(number: float, text: str) -> None:
+def test_doubles_are_formatted_as_by_rapidjson(number: float, text: str) -> None:
     assert write_double(number) == text.encode()
 
 

@@ -96,7 +96,7 @@ def test_streamed_pieces_joined_are_the_whole_text(start: Start, model: str) -> 
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_prompt_comes_first_unless_it_is_excluded(start: Start, model: str) -> None:
+def test_prompt_precedes_the_text_unless_it_is_excluded(start: Start, model: str) -> None:
     server = start(exclude_input_in_output="false")
     assert server.generate(model, text_input="abc", max_tokens=2)["text_output"] == "abcab"
     pieces = server.stream(model, text_input="abc", max_tokens=2, stream=True)
@@ -108,7 +108,7 @@ def test_prompt_comes_first_unless_it_is_excluded(start: Start, model: str) -> N
     assert [piece["text_output"] for piece in once] == ["abcab"]
 
 
-def test_request_may_override_whether_the_prompt_comes_first(start: Start) -> None:
+def test_request_may_override_whether_the_prompt_is_included(start: Start) -> None:
     field = '{ name: "exclude_input_in_output" data_type: TYPE_BOOL dims: [ 1 ] optional: true },'
     server = start(edits=(("llama", "input [", f"input [ {field}"),))
     assert server.generate("llama", text_input="abc", max_tokens=2)["text_output"] == "ab"
@@ -120,7 +120,7 @@ def test_request_may_override_whether_the_prompt_comes_first(start: Start) -> No
 
 def test_continuation_of_a_sentencepiece_prompt_keeps_its_space() -> None:
     class Pieces:
-        """Drops the first space of what it decodes."""
+        """A tokenizer that drops the first space of a decoded text."""
 
         def encode(self, text: str, add_special_tokens: bool) -> list[str]:
             return ["▁" + word for word in text.split()]
@@ -143,7 +143,7 @@ def test_model_that_is_not_decoupled_answers_once(start: Start, model: str) -> N
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_log_probs_are_sent_when_asked_for(start: Start, model: str) -> None:
+def test_log_probs_are_sent_on_request(start: Start, model: str) -> None:
     server = start(normalize_log_probs="false")
     answer = server.generate(model, text_input="abc", max_tokens=3, return_log_probs=True)
     assert (answer["cum_log_probs"], answer["output_log_probs"]) == (-1.5, [-0.5, -0.5, -0.5])
@@ -166,7 +166,7 @@ def test_bls_that_accumulates_sends_the_text_so_far(start: Start) -> None:
     assert [piece["text_output"] for piece in pieces] == ["a", "ab", "abc"]
 
 
-def test_later_repositories_get_no_placeholders(start: Start) -> None:
+def test_repositories_since_0_14_get_no_placeholders(start: Start) -> None:
     """From 0.14 on, outputs that were not requested are absent."""
     names = ("CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS")
     edits = tuple(("postprocessing", f'"OUT_{name}"', f'"_{name}"') for name in names)
@@ -201,8 +201,8 @@ def test_words_and_end_ids_reach_the_engine(start: Start) -> None:
     assert server.engine.submitted[-1][1].end_ids == ()
 
 
-def test_end_token_is_no_output(start: Start) -> None:
-    """The engine repeats `b`, which the request declares to be the end."""
+def test_end_token_is_not_in_the_output(start: Start) -> None:
+    """The engine repeats `b`, which is the end token of the request."""
     server = start()
     ids = server.generate("preprocessing", QUERY="ab", REQUEST_OUTPUT_LEN=1)["INPUT_ID"]
     server.engine.stops_at_end_ids = True
@@ -246,7 +246,7 @@ def test_output_is_clipped_to_the_context(start: Start) -> None:
     assert len(answer["text_output"]) == MAX_TOKENS - 4
 
 
-def test_empty_prompt_begins_at_the_models_beginning(start: Start) -> None:
+def test_empty_prompt_is_the_models_beginning_token(start: Start) -> None:
     server = start()
     assert server.generate("ensemble", text_input="", max_tokens=2)["model_name"] == "ensemble"
     assert server.engine.submitted[-1][0] == [BEGIN]
@@ -281,7 +281,7 @@ def test_unknown_field_is_a_parameter_and_changes_nothing(start: Start) -> None:
     )
 
 
-def test_engine_that_takes_no_work_is_503_with_retry_after(start: Start) -> None:
+def test_unavailable_engine_is_503_with_retry_after(start: Start) -> None:
     server = start()
     server.engine.unavailable = "the engine is not running: it is still loading"
     for endpoint in ("generate", "generate_stream"):
@@ -314,7 +314,7 @@ def test_draining_server_refuses_new_requests_and_finishes_old_ones(start: Start
         assert rest == 59
 
 
-def test_engine_that_dies_ends_every_answer_with_the_reason(start: Start) -> None:
+def test_failed_engine_ends_every_answer_with_the_reason(start: Start) -> None:
     server = start(delay=0.01)
     body = json.dumps({"text_input": "abc", "max_tokens": 1000, "stream": True}).encode()
     with Connection(server.port) as connection:
@@ -333,7 +333,9 @@ def test_engine_that_dies_ends_every_answer_with_the_reason(start: Start) -> Non
 
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
 @pytest.mark.parametrize("model", [*TEXT_MODELS, "tensorrt_llm"])
-def test_client_that_leaves_cancels_in_the_engine(start: Start, model: str, endpoint: str) -> None:
+def test_disconnected_client_cancels_its_request_in_the_engine(
+    start: Start, model: str, endpoint: str
+) -> None:
     server = start(delay=0.05)
     fields: dict[str, Any] = {
         "text_input": "abc",
@@ -367,13 +369,13 @@ def test_engine_model_echoes_the_prompt_ids_unless_excluded(start: Start) -> Non
     assert [piece["output_ids"] for piece in pieces] == [10, 11]
 
 
-def test_engine_model_takes_ids_of_other_vocabularies_and_no_negative_ones(start: Start) -> None:
+def test_engine_model_accepts_ids_beyond_the_vocabulary_but_no_negative_ones(start: Start) -> None:
     server = start()
     server.generate(
         "tensorrt_llm", input_ids=[258 + 7, 2**31 - 1], input_lengths=2, request_output_len=1
     )
     assert server.engine.submitted[-1][0] == [7, (2**31 - 1) % 258]
-    assert server.engine.submitted[-1][1].end_ids == ()  # the engine itself has no default end
+    assert server.engine.submitted[-1][1].end_ids == ()  # the engine model has no default end id
     answer = server.post("tensorrt_llm", input_ids=[1, -3], input_lengths=2, request_output_len=1)
     assert answer.status == 400
     assert json.loads(answer.body) == {
@@ -381,7 +383,7 @@ def test_engine_model_takes_ids_of_other_vocabularies_and_no_negative_ones(start
     }
 
 
-def test_steps_around_the_engine_are_models_too(start: Start) -> None:
+def test_preprocessing_and_postprocessing_are_served_as_models(start: Start) -> None:
     server = start()
     before = server.generate(
         "preprocessing",
@@ -463,7 +465,7 @@ def test_documentation_has_settings_to_change_and_fields_of_several_values(start
     assert fields["temperature"] == {"type": "number"}
 
 
-def test_unknown_route_beside_the_documentation_answers_as_triton(start: Start) -> None:
+def test_unknown_route_next_to_the_documentation_gets_tritons_answer(start: Start) -> None:
     server = start()
     for path in ("/docs/", "/index.html", "/v1"):
         answer = get(server.port, path)

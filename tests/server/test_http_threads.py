@@ -89,7 +89,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize(("extra", "in_thread"), [(0, False), (1, True)], ids=["short", "long"])
-def test_thread_that_parses_a_body(
+def test_only_long_bodies_are_parsed_in_a_thread(
     server: RunningServer,
     call: tuple[Any, ...],
     extra: int,

@@ -153,7 +153,7 @@ def expected(client: Any, prompt: str, tokens: int) -> bytes:
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_infer_in_binary_and_json(client: Any, binary: bool) -> None:
+def test_infer_with_binary_and_json_tensors(client: Any, binary: bool) -> None:
     wanted = [http.InferRequestedOutput("text_output", binary_data=binary)]
     answer = client.infer(
         "ensemble", tensors(http, ["5 6 7"], 8, binary), outputs=wanted, request_id="r1"

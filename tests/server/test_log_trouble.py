@@ -155,7 +155,7 @@ def test_records_after_an_invalid_line_are_read(tmp_path: Path) -> None:
     os.close(writing)
     relay.finish(10)
     said = [json.loads(line)["message"] for line in (tmp_path / "log").read_text().splitlines()]
-    assert said == [*lines, "good"]  # as they were
+    assert said == [*lines, "good"]  # unchanged
 
 
 # -- lines

@@ -1,8 +1,6 @@
-"""Traffic of all kinds, by the ten thousand, at a real server on a real engine: memory stops
-growing.
+"""The memory of a real server on a real engine stops growing under tens of thousands of requests.
 
-What counts is what the processes own, in memory or swapped out. Pages of files come and go and say
-nothing.
+Only anonymous memory of the processes is counted, resident or swapped. File pages are ignored.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from tritonclient.grpc import aio as grpc
 
 from slipstream.repository.templates import write_repository
 
-WARM, COUNTED = 10_000, 30_000  # requests before the first look, and between the two
+WARM, COUNTED = 10_000, 30_000  # requests before the first measurement and between the two
 CLIENTS = 16
 CACHE_TOKENS = 8192
-# a share, or bytes where that is less: pools of small objects come and go
+# a share, or bytes if that is less; pools of small objects vary
 MOST_GROWTH = 0.01, 2 << 20
 KINDS = ("answer", "stream", "left", "refused", "completion", "grpc")
 
@@ -38,8 +36,8 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("soak")
     engine = build_tiny_engine(folder)
     write_repository(folder / "repository", MODEL, engine, engine, 64)
-    # A cache that is full before the first look: until then the engine remembers what each block
-    # holds.
+    # The cache is full before the first measurement. Until then the engine stores more and more
+    # block hashes.
     limit_cache(folder / "repository", CACHE_TOKENS)
     running = RealServer(folder / "repository", folder / "server").wait()
     yield running
@@ -88,7 +86,7 @@ class Clients:
         elif kind == "refused":
             wrong = draw.choice([{"max_tokens": -1}, {"text_input": 5}, {"temperature": "hot"}])
             answer = await self._http.post(f"/v2/models/{MODEL}/generate", json=body | wrong)
-            # 500: what a model says, as Triton has it
+            # 500 is Triton's status for an error of a model
             assert answer.status_code in (400, 500), answer.text
             assert answer.json()["error"]
         else:
@@ -149,7 +147,7 @@ async def traffic(server: RealServer, count: int, seed: int) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_memory_stops_growing(server):
+def test_memory_does_not_grow_after_warm_up(server):
     processes = [server._process.pid, *children_of(server._process.pid)]
     assert len(processes) == 2
     asked = asyncio.run(traffic(server, WARM, 0))

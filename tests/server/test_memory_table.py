@@ -1,6 +1,4 @@
-"""What the table at the start says of the longest request, where the cache is smaller than the
-model's reach.
-"""
+"""The memory table at the start: requests that fit the cache, and copies of weights."""
 
 from dataclasses import replace
 
@@ -22,12 +20,12 @@ INFO = EngineInfo(
 )
 
 
-def test_a_cache_for_the_longest_sequence():
+def test_table_shows_how_many_requests_fit_the_cache():
     last = memory_table("m", INFO)[-1]
     assert last == "  22 requests of 1024 tokens at once; 64 of any length, up to 8190 tokens each"
 
 
-def test_a_cache_that_cannot_hold_one_says_what_it_takes():
+def test_cache_below_one_sequence_names_the_setting_that_would_hold_it():
     lines = memory_table("m", replace(INFO, total_blocks=3))
     assert lines[-2] == "  1 requests of 96 tokens at once; 64 of any length, up to 96 tokens each"
     assert lines[-1] == (
@@ -35,18 +33,18 @@ def test_a_cache_that_cannot_hold_one_says_what_it_takes():
     )
 
 
-def test_with_a_window_sequences_may_be_longer_than_the_cache():
+def test_windowed_sequences_may_be_longer_than_the_cache():
     assert memory_table("m", replace(INFO, total_blocks=3, windowed=True))[-1].endswith(
         "up to 8190 tokens each"
     )
 
 
-def test_copies_of_weights_stand_below_the_weights():
+def test_packed_weights_are_listed_below_the_weights():
     lines = memory_table("m", replace(INFO, compressed_weight_bytes=3 * 2**20))
     assert lines[2] == "  the same, packed          3 MiB  what steps of few tokens read"
     assert len(memory_table("m", INFO)) == len(lines) - 1
 
 
-def test_copies_of_weights_are_memory_that_is_taken():
+def test_packed_weights_count_as_used_memory():
     info = replace(INFO, device="cuda", weight_bytes=1, compressed_weight_bytes=2, cache_bytes=4)
     assert _memory_metrics(info, None) == {"cpu": 0, "gpu": 7, "pinned": 0}

@@ -75,7 +75,7 @@ async def test_a_request_with_several_answers_is_one_success():
         (RuntimeError("a bug"), "OTHER"),
     ],
 )
-async def test_each_failure_has_its_reason(error, reason):
+async def test_failures_are_counted_by_reason(error, reason):
     counters = ModelCounters()
     with pytest.raises(type(error)):
         await read_all(counters, answers(then=error))
@@ -85,7 +85,7 @@ async def test_each_failure_has_its_reason(error, reason):
     assert (counters.success.count, counters.pending) == (0, 0)
 
 
-async def test_a_reader_that_leaves_counts_as_cancelled_and_the_model_is_closed():
+async def test_a_cancelled_reader_counts_as_cancelled_and_closes_the_model():
     closed = []
 
     async def endless():

@@ -1,6 +1,4 @@
-"""Known traffic over a real engine: what the metrics and the statistics say equals what the client
-counted.
-"""
+"""Metrics and statistics equal what the client counted, on a real engine."""
 
 import asyncio
 import json
@@ -319,7 +317,7 @@ def test_gpu_metrics_are_read_from_the_driver():
     assert found['nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"}'] == 100
     assert found['nv_gpu_power_usage{gpu_uuid="GPU-1"}'] == 70.5
     assert 'nv_gpu_power_limit{gpu_uuid="GPU-2"}' not in found
-    # two readings lie between the first and this
+    # joules since the first of three readings
     assert found['nv_energy_consumption{gpu_uuid="GPU-1"}'] == 2.0
 
 

@@ -1,6 +1,4 @@
-"""Models that come and go by themselves: polling, versions, warm-up, and what closes when they
-leave.
-"""
+"""The model loader: polling, version policies, warm-up, failed loads and several repositories."""
 
 from __future__ import annotations
 
@@ -35,17 +33,20 @@ output {{ name: "y" data_type: TYPE_INT32 dims: [ 2 ] }}
 """
 
 
-class Kept(ServedModel):
-    """A model that keeps what it is asked."""
+class RecordingModel(ServedModel):
+    """A model that records its inputs."""
 
-    decoupled, ready = False, True
+    decoupled = False
+    ready = True
 
     def __init__(self, config: ModelConfig, version: int) -> None:
-        self.config, self.version, self.closed = config, version, False
-        self.asked: list[list[int]] = []
+        self.config = config
+        self.version = version
+        self.closed = False
+        self.received: list[list[int]] = []
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        self.asked.append(request.inputs["x"].values())
+        self.received.append(request.inputs["x"].values())
         if request.inputs["x"].values() == [13, 13]:
             yield InferResponse(error=InferenceError("bad luck"))
         else:
@@ -57,13 +58,15 @@ class Kept(ServedModel):
 
 class Factory(ModelFactory):
     def __init__(self) -> None:
-        self.made: list[Kept] = []
+        self.made: list[RecordingModel] = []
 
     def claims(self, model: RepositoryModel) -> bool:
         return True
 
-    async def load(self, model: RepositoryModel, version: int, registry: ModelRegistry) -> Kept:
-        self.made.append(Kept(model.config, version))
+    async def load(
+        self, model: RepositoryModel, version: int, registry: ModelRegistry
+    ) -> RecordingModel:
+        self.made.append(RecordingModel(model.config, version))
         return self.made[-1]
 
 
@@ -103,7 +106,7 @@ async def until(condition: object) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_polling_sees_what_comes_changes_and_goes(
+async def test_polling_loads_new_models_reloads_changed_ones_and_unloads_removed_ones(
     tmp_path: Path, registry: ModelRegistry, factory: Factory
 ) -> None:
     write(tmp_path, "first")
@@ -116,7 +119,7 @@ async def test_polling_sees_what_comes_changes_and_goes(
         file = write(tmp_path, "first", "version_policy { all { } }") / "config.pbtxt"
         os.utime(file, ns=(1, file.stat().st_mtime_ns + 1))
         await until(lambda: len(factory.made) == 3)
-        await until(lambda: factory.made[0].closed)  # the one that was replaced
+        await until(lambda: factory.made[0].closed)  # the replaced model
         shutil.rmtree(tmp_path / "second")
         await until(lambda: "second" not in registry)
         await until(lambda: factory.made[1].closed)
@@ -140,7 +143,7 @@ async def test_polling_sees_what_comes_changes_and_goes(
         ("version_policy { specific { versions: [ 1, 2, 9 ] } }", [1, 2]),
     ],
 )
-async def test_versions_by_policy(
+async def test_version_policy_selects_the_served_versions(
     tmp_path: Path, registry: ModelRegistry, factory: Factory, policy: str, served: list[int]
 ) -> None:
     write(tmp_path, "m", policy, (1, 2, 4))
@@ -149,7 +152,7 @@ async def test_versions_by_policy(
     assert registry.find("m").version == str(served[-1])
     for version in served:
         found = registry.find("m", str(version)).model
-        assert isinstance(found, Kept)
+        assert isinstance(found, RecordingModel)
         assert found.version == version
     assert registry.metadata("m")["versions"] == [str(version) for version in served]
 
@@ -160,7 +163,7 @@ WARMUP = (
 )
 
 
-async def test_warm_up_runs_before_clients_do(
+async def test_warm_up_requests_run_when_a_model_is_loaded(
     tmp_path: Path, registry: ModelRegistry, factory: Factory
 ) -> None:
     write(tmp_path, "zeros", WARMUP.format(count=3, data="zero_data: true"))
@@ -168,8 +171,8 @@ async def test_warm_up_runs_before_clients_do(
     (folder / "warmup").mkdir()
     (folder / "warmup" / "numbers").write_bytes(bytes([7, 0, 0, 0, 8, 0, 0, 0]))
     assert await load_all(loader(tmp_path, registry, factory)) == {}
-    asked = {model.config.name: model.asked for model in factory.made}
-    assert asked == {"zeros": [[0, 0]] * 3, "filed": [[7, 8]]}
+    received = {model.config.name: model.received for model in factory.made}
+    assert received == {"zeros": [[0, 0]] * 3, "filed": [[7, 8]]}
 
 
 @pytest.mark.parametrize(
@@ -187,7 +190,7 @@ async def test_warm_up_runs_before_clients_do(
         ('input_data_file: "short"', "warmup input 'x' needs 2 values, its file has 1"),
     ],
 )
-async def test_a_failing_warm_up_is_a_failing_load(
+async def test_failed_warm_up_fails_the_load(
     tmp_path: Path, registry: ModelRegistry, factory: Factory, data: str, reason: str
 ) -> None:
     folder = write(tmp_path, "m", WARMUP.format(count=1, data=data))
@@ -204,7 +207,7 @@ async def test_a_failing_warm_up_is_a_failing_load(
         registry.find("m")
 
 
-async def test_a_failed_reload_leaves_what_served_serving(
+async def test_failed_reload_keeps_the_loaded_model(
     tmp_path: Path, registry: ModelRegistry, factory: Factory
 ) -> None:
     write(tmp_path, "m")
@@ -221,7 +224,7 @@ async def test_a_failed_reload_leaves_what_served_serving(
     assert made.models_ready
 
 
-async def test_two_repositories_are_one_and_a_name_is_there_once(
+async def test_repositories_are_merged_and_duplicate_names_are_refused(
     tmp_path: Path, registry: ModelRegistry, factory: Factory
 ) -> None:
     write(tmp_path / "a", "one")

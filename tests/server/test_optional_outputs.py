@@ -1,6 +1,4 @@
-"""What a model answers besides its text when its configuration declares it, over HTTP and gRPC, on
-a real engine.
-"""
+"""Optional outputs that a model's configuration declares, over HTTP and gRPC on a real engine."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ def server(engine_folder, tmp_path_factory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_counts_and_the_reason_come_when_they_are_asked_for(server, model):
+def test_counts_and_finish_reason_are_returned_on_request(server, model):
     plain = server.generate(model)
     assert not set(plain) & set(OUTPUTS)
     asked = server.generate(model, **COUNT_FLAGS)
@@ -111,7 +109,7 @@ def test_counts_and_the_reason_come_when_they_are_asked_for(server, model):
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_the_last_event_of_a_stream_says_why_it_ended(server, model):
+def test_the_last_event_of_a_stream_has_the_finish_reason(server, model):
     events = server.stream(model, **COUNT_FLAGS, return_perf_metrics=True)
     assert [event["finish_reason"] for event in events] == [""] * (len(events) - 1) + ["length"]
     assert [event["num_output_tokens"] for event in events][-1] == 6
@@ -120,7 +118,7 @@ def test_the_last_event_of_a_stream_says_why_it_ended(server, model):
     ]
 
 
-def test_cached_tokens_are_those_of_the_second_time(server):
+def test_repeated_prompt_reports_its_cached_tokens(server):
     prompt = " ".join(str(number % VOCABULARY) for number in range(7, 87))
     first, second = (
         server.generate("ensemble", text_input=prompt, **COUNT_FLAGS) for _ in range(2)
@@ -129,7 +127,7 @@ def test_cached_tokens_are_those_of_the_second_time(server):
     assert (first["num_cached_tokens"], second["num_cached_tokens"]) == (0, 64)
 
 
-def test_where_only_the_output_is_declared_it_always_comes(engine_folder, tmp_path):
+def test_output_declared_without_a_flag_is_always_returned(engine_folder, tmp_path):
     with ExitStack() as stack:
         server = serve(
             stack, engine_folder, write_declared(tmp_path / "repo", engine_folder, flags=False)
@@ -141,7 +139,7 @@ def test_where_only_the_output_is_declared_it_always_comes(engine_folder, tmp_pa
             assert server.generate(model, return_finish_reason=False).get("finish_reason") is None
 
 
-def test_a_parameter_asks_a_model_that_declares_nothing(engine_folder, tmp_path):
+def test_a_parameter_requests_outputs_that_are_not_declared(engine_folder, tmp_path):
     from slipstream.repository.templates import write_repository
 
     write_repository(tmp_path / "repo", "chat", engine_folder, engine_folder, 8)
@@ -183,7 +181,7 @@ def test_performance_metrics_have_upstreams_names(server):
     assert set(blocks) & set(OUTPUTS) == {name for name in OUTPUTS if name.startswith("kv_cache")}
 
 
-# --- scores ---
+# --- logits and log-probabilities ---
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +195,7 @@ def close(given: Any, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_scores_of_a_whole_answer(server, reference, model):
+def test_logits_and_log_probs_equal_the_models(server, reference, model):
     answer, logits = reference
     found = server.generate(
         model,
@@ -212,7 +210,7 @@ def test_scores_of_a_whole_answer(server, reference, model):
     log_probs = logits.log_softmax(-1)
     of_answer = log_probs[range(len(IDS) - 1, len(IDS) + 5), answer]
     assert close(found["output_log_probs"], of_answer)
-    # normalised by the length, as upstream's default is
+    # normalised by the length, which is upstream's default
     assert close(found["cum_log_probs"], of_answer.mean())
     assert close(found["prompt_log_probs"], log_probs[range(len(IDS) - 1), IDS[1:]])
     top = log_probs[len(IDS) - 1 : -1].topk(3, dim=-1)
@@ -221,7 +219,7 @@ def test_scores_of_a_whole_answer(server, reference, model):
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_streamed_scores_joined_are_the_whole_ones(server, reference, model):
+def test_streamed_logits_joined_equal_the_models(server, reference, model):
     _, logits = reference
     events = server.stream(
         model,
@@ -231,7 +229,7 @@ def test_streamed_scores_joined_are_the_whole_ones(server, reference, model):
         top_log_probs=2,
     )
     assert close(events[0]["context_logits"], logits[: len(IDS)])
-    # the zero of a repository that sends zeros
+    # this repository sends zeros in place of absent outputs
     assert all(event["context_logits"] == 0.0 for event in events[1:])
     joined = [number for event in events for number in event["generation_logits"]]
     assert close(joined, logits[len(IDS) - 1 : -1])
@@ -239,7 +237,7 @@ def test_streamed_scores_joined_are_the_whole_ones(server, reference, model):
     assert sum(len(event["output_top_ids"]) for event in events) == 12
 
 
-async def test_scores_over_grpc_have_upstreams_shapes(engine_folder, tmp_path, reference):
+async def test_logits_over_grpc_have_upstreams_shapes(engine_folder, tmp_path, reference):
     answer, logits = reference
     repo = write_declared(tmp_path / "repo", engine_folder)
     flags = [
@@ -281,7 +279,7 @@ async def test_scores_over_grpc_have_upstreams_shapes(engine_folder, tmp_path, r
         ] == answer
 
 
-def test_more_logits_than_a_request_may_have_are_refused_by_name(server, monkeypatch):
+def test_logits_over_the_size_limit_are_refused_by_name(server, monkeypatch):
     monkeypatch.setattr("slipstream.server.text.pipeline.MOST_LOGITS_BYTES", 4 * VOCABULARY * 12)
     assert "context_logits of 10 tokens and generation_logits of 6 tokens exceed" in server.refused(
         "ensemble", return_context_logits=True, return_generation_logits=True
@@ -295,12 +293,12 @@ def test_more_logits_than_a_request_may_have_are_refused_by_name(server, monkeyp
     )
 
 
-# --- parameters that shape the choice ---
+# --- sampling parameters ---
 
 
 def test_sampling_fields_reach_the_engine(server):
     plain = server.generate("chat", max_tokens=40)["text_output"].split()
-    assert len(set(itertools.pairwise(plain))) < 39  # it repeats itself
+    assert len(set(itertools.pairwise(plain))) < 39  # the plain answer repeats itself
     fresh = server.generate("chat", max_tokens=40, no_repeat_ngram_size=2)["text_output"].split()
     assert len(set(itertools.pairwise(fresh))) == 39
     shrinking = {"top_p": 0.9999, "random_seed": 3, "temperature": 3.0, "max_tokens": 20}
@@ -312,7 +310,7 @@ def test_sampling_fields_reach_the_engine(server):
     assert drawn != narrowed
 
 
-async def test_bias_and_words_as_ids_in_the_engines_layout(engine_folder, tmp_path):
+async def test_embedding_bias_and_word_ids_of_the_engine_model(engine_folder, tmp_path):
     repo = write_declared(tmp_path / "repo", engine_folder)
     async with running(engine_folder, repo.parent, keep=True) as stack:
         drawn = [tensor("temperature", [2.0], "FP32"), tensor("random_seed", [5], "UINT64")]
@@ -341,7 +339,7 @@ async def test_bias_and_words_as_ids_in_the_engines_layout(engine_folder, tmp_pa
         assert plain[0] not in banned
         assert (plain[2], plain[3]) not in itertools.pairwise(banned)
         ended = await answer(tensor("stop_words_list", [[plain[1], plain[2]], [2, -1]], "INT32"))
-        assert ended == plain[:3]  # a stop word's own tokens are part of the ids
+        assert ended == plain[:3]  # the ids include the tokens of the stop word
         held = await answer(
             tensor("end_id", [plain[2]], "INT32"), tensor("min_length", [6], "INT32")
         )
@@ -350,9 +348,7 @@ async def test_bias_and_words_as_ids_in_the_engines_layout(engine_folder, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["FP16", "BF16"])
-async def test_logits_come_in_the_type_the_repository_declares(
-    engine_folder, tmp_path, reference, kind
-):
+async def test_logits_have_the_declared_data_type(engine_folder, tmp_path, reference, kind):
     _, logits = reference
     repo = write_declared(tmp_path / "repo", engine_folder)
     for model in ("ensemble", "tensorrt_llm"):

@@ -1,6 +1,4 @@
-"""The text path over an engine that says given tokens: what is sent in, what comes out, when it is
-cancelled.
-"""
+"""The text generator over a scripted engine: its requests, outputs and cancellations."""
 
 import asyncio
 import functools
@@ -38,8 +36,8 @@ INFO = EngineInfo(
 
 
 @dataclass
-class SpokenRequest:
-    """Gives out its deltas one a read, then waits for ever, as an engine with more to say would."""
+class ScriptedRequest:
+    """Returns its outputs one per read, then waits forever, like an unfinished request."""
 
     deltas: list[RequestOutput]
     request_id: int = 1
@@ -58,7 +56,7 @@ class SpokenRequest:
 
 
 @dataclass
-class SpokenEngine:
+class ScriptedEngine:
     deltas: list[RequestOutput] = field(default_factory=list)
     info: EngineInfo | None = INFO
     ready: bool = True
@@ -66,7 +64,7 @@ class SpokenEngine:
     def submit(self, request):
         self.prompt, self.sampling = request.prompt, request.sampling
         self.rest = (request.priority, request.deadline, request.cache_salt)
-        self.in_flight = SpokenRequest(list(self.deltas))
+        self.in_flight = ScriptedRequest(list(self.deltas))
         return self.in_flight
 
 
@@ -83,7 +81,7 @@ def speak(
 
 
 async def collect(
-    engine: SpokenEngine, request: TextRequest, kind: str = "byte_level"
+    engine: ScriptedEngine, request: TextRequest, kind: str = "byte_level"
 ) -> list[TextOutput]:
     async with (
         asyncio.timeout(10),
@@ -96,8 +94,8 @@ def text_of(deltas: list[TextOutput]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-async def test_tokens_become_text_until_the_engine_is_done():
-    engine = SpokenEngine(
+async def test_tokens_are_decoded_until_the_engine_finishes():
+    engine = ScriptedEngine(
         speak("hello 日本 world", RequestOutput(finish_reason="length", cached_tokens=3))
     )
     deltas = await collect(engine, TextRequest("the dog"))
@@ -112,10 +110,10 @@ async def test_tokens_become_text_until_the_engine_is_done():
     assert engine.in_flight.cancelled == []
 
 
-async def test_what_a_detokenizer_holds_comes_with_the_last_delta():
+async def test_incomplete_character_is_emitted_with_the_last_output():
     half = load().encode("日", False)[:-1] or pytest.skip("one token")
     deltas = await collect(
-        SpokenEngine([RequestOutput(tokens=half), RequestOutput(finish_reason="length")]),
+        ScriptedEngine([RequestOutput(tokens=half), RequestOutput(finish_reason="length")]),
         TextRequest("x"),
     )
     assert [delta.text for delta in deltas] == ["", "\ufffd"]
@@ -130,24 +128,24 @@ async def test_what_a_detokenizer_holds_comes_with_the_last_delta():
     chunk=st.integers(1, 7),
     stops=st.lists(st.text("ab <日", max_size=3), max_size=3),
 )
-def test_text_is_cut_at_the_first_stop_word_and_the_engine_told(text, chunk, stops):
-    engine = SpokenEngine(speak(text, RequestOutput(finish_reason="length"), chunk=chunk))
+def test_text_is_cut_at_the_first_stop_word_and_the_request_cancelled(text, chunk, stops):
+    engine = ScriptedEngine(speak(text, RequestOutput(finish_reason="length"), chunk=chunk))
     deltas = asyncio.run(collect(engine, TextRequest("x", stop_words=stops)))
     whole = load().decode(load().encode(text, False))
     found = [whole.find(stop) for stop in stops if stop and stop in whole]
     assert text_of(deltas) == (whole[: min(found)] if found else whole)
     assert deltas[-1].finish_reason == ("stop" if found else "length")
-    # the stop word was certain only with the engine's last delta
+    # true if the stop word matched only with the engine's last output
     ended_first = not engine.in_flight.deltas
     assert engine.in_flight.cancelled == (["stop"] if found and not ended_first else [])
 
 
-async def test_nothing_after_a_stop_word_is_reported():
+async def test_tokens_and_log_probs_after_a_stop_word_are_dropped():
     ids = [token for letter in "abENDxy" for token in load().encode(letter, False)]
     numbers = [float(-i) for i in range(len(ids))]
     tops = [[(token, -0.5)] for token in ids]
     delta = RequestOutput(tokens=ids, log_probs=numbers, top_log_probs=tops)
-    engine = SpokenEngine([delta])
+    engine = ScriptedEngine([delta])
     (last,) = await collect(engine, TextRequest("x", stop_words=["END"]))
     assert last.text == "ab"
     assert last.tokens == ids[:5]
@@ -157,8 +155,8 @@ async def test_nothing_after_a_stop_word_is_reported():
     assert engine.in_flight.cancelled == ["stop"]
 
 
-async def test_a_stop_word_that_ends_with_the_engines_last_token():
-    engine = SpokenEngine(
+async def test_stop_word_completed_by_the_last_token_cancels_nothing():
+    engine = ScriptedEngine(
         speak("ab", RequestOutput(tokens=load().encode("c", False), finish_reason="length"))
     )
     deltas = await collect(engine, TextRequest("x", stop_words=["bc", "abcd"]))
@@ -169,43 +167,43 @@ async def test_a_stop_word_that_ends_with_the_engines_last_token():
 # --- the end of text ---
 
 
-async def test_the_end_token_is_no_text_even_where_special_tokens_are_shown():
+async def test_end_token_is_not_in_the_text_even_with_special_tokens():
     end = load().eos_id
     for skip in (True, False):
-        engine = SpokenEngine(speak("hi", RequestOutput(tokens=[end], finish_reason="stop")))
+        engine = ScriptedEngine(speak("hi", RequestOutput(tokens=[end], finish_reason="stop")))
         deltas = await collect(engine, TextRequest("x", skip_special_tokens=skip))
         assert text_of(deltas) == "hi"
         assert engine.sampling.end_ids == (end,)
 
 
-async def test_an_end_id_of_the_request_that_is_an_ordinary_word():
+async def test_end_id_of_the_request_may_be_an_ordinary_word():
     (the,) = load().encode(" the", False)
-    engine = SpokenEngine(speak("hi", RequestOutput(tokens=[the], finish_reason="stop")))
+    engine = ScriptedEngine(speak("hi", RequestOutput(tokens=[the], finish_reason="stop")))
     deltas = await collect(engine, TextRequest("x", replace(SamplingParams(), end_ids=(the,))))
     assert text_of(deltas) == "hi"
     assert engine.sampling.end_ids == (the,)
 
 
-async def test_ignoring_the_end():
-    engine = SpokenEngine(speak("a<|im_end|>b", RequestOutput(finish_reason="length")))
+async def test_ignore_end_sends_no_end_ids():
+    engine = ScriptedEngine(speak("a<|im_end|>b", RequestOutput(finish_reason="length")))
     deltas = await collect(engine, TextRequest("x", ignore_end=True))
     assert engine.sampling.end_ids == ()
     assert text_of(deltas) == "ab"
 
 
 async def test_special_tokens_are_shown_on_request():
-    engine = SpokenEngine(speak("a<|im_start|>b", RequestOutput(finish_reason="length")))
+    engine = ScriptedEngine(speak("a<|im_start|>b", RequestOutput(finish_reason="length")))
     assert (
         text_of(await collect(engine, TextRequest("x", skip_special_tokens=False)))
         == "a<|im_start|>b"
     )
 
 
-# --- what goes to the engine ---
+# --- requests to the engine ---
 
 
-async def test_parameters_reach_the_engine_and_the_output_fits():
-    engine = SpokenEngine([RequestOutput(finish_reason="length")])
+async def test_parameters_reach_the_engine_and_max_tokens_is_clipped():
+    engine = ScriptedEngine([RequestOutput(finish_reason="length")])
     sampling = SamplingParams(max_tokens=1000, temperature=0.5, seed=7, end_ids=(3, 4))
     request = TextRequest([5] * 60, sampling, priority=2, deadline=9.5, cache_salt="tenant")
     await collect(engine, request)
@@ -215,7 +213,7 @@ async def test_parameters_reach_the_engine_and_the_output_fits():
 
 
 async def test_max_tokens_that_fit_are_kept():
-    engine = SpokenEngine([RequestOutput(finish_reason="length")])
+    engine = ScriptedEngine([RequestOutput(finish_reason="length")])
     await collect(engine, TextRequest([5] * 10, SamplingParams(max_tokens=54)))
     assert engine.sampling.max_tokens == 54
 
@@ -231,34 +229,34 @@ async def test_max_tokens_that_fit_are_kept():
         ("a\ud800", TokenizerError, "not valid Unicode"),
     ],
 )
-async def test_prompts_that_cannot_run_never_reach_the_engine(prompt, error, message):
-    engine = SpokenEngine()
+async def test_invalid_prompts_are_refused_before_the_engine(prompt, error, message):
+    engine = ScriptedEngine()
     with pytest.raises(error, match=message):
         await collect(engine, TextRequest(prompt))
     assert not hasattr(engine, "prompt")
 
 
 async def test_the_longest_prompt_that_fits_has_room_for_one_token():
-    engine = SpokenEngine([RequestOutput(finish_reason="length")])
+    engine = ScriptedEngine([RequestOutput(finish_reason="length")])
     await collect(engine, TextRequest([5] * 63, SamplingParams(max_tokens=9)))
     assert engine.sampling.max_tokens == 1
 
 
-async def test_an_empty_prompt_is_fine_where_the_model_begins_with_a_token():
-    engine = SpokenEngine([RequestOutput(finish_reason="length")])
+async def test_empty_prompt_is_the_beginning_token_if_there_is_one():
+    engine = ScriptedEngine([RequestOutput(finish_reason="length")])
     await collect(engine, TextRequest(""), "llama2_json")
     assert engine.prompt == [1]
 
 
-async def test_special_tokens_are_not_added_when_not_wanted():
-    engine = SpokenEngine([RequestOutput(finish_reason="length")])
+async def test_special_tokens_are_not_added_if_disabled():
+    engine = ScriptedEngine([RequestOutput(finish_reason="length")])
     await collect(engine, TextRequest("hello", add_special_tokens=False), "llama2_json")
     assert engine.prompt == load("llama2_json").encode("hello", False)
     assert 1 not in engine.prompt
 
 
-async def test_an_engine_that_is_not_there_answers_for_itself():
-    class Gone(SpokenEngine):
+async def test_error_of_an_unavailable_engine_is_raised():
+    class Gone(ScriptedEngine):
         def submit(self, *args, **kwargs):
             raise ConnectionError("it is loading")
 
@@ -266,7 +264,7 @@ async def test_an_engine_that_is_not_there_answers_for_itself():
         await collect(Gone(info=None), TextRequest("x"))
 
 
-async def test_long_texts_are_tokenised_beside_the_event_loop(monkeypatch):
+async def test_long_texts_are_tokenised_outside_the_event_loop(monkeypatch):
     import threading
 
     threads = []
@@ -278,7 +276,7 @@ async def test_long_texts_are_tokenised_beside_the_event_loop(monkeypatch):
     )
     for prompt in ("a", "a " * LONG_TEXT_CHARS):
         await collect(
-            SpokenEngine([RequestOutput(finish_reason="length")], info=None), TextRequest(prompt)
+            ScriptedEngine([RequestOutput(finish_reason="length")], info=None), TextRequest(prompt)
         )
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
@@ -287,7 +285,7 @@ async def test_long_texts_are_tokenised_beside_the_event_loop(monkeypatch):
 
 
 def words_of(kind: str, word: str) -> set[str]:
-    """The texts whose tokens are forbidden, as seen in the middle of a text."""
+    """Return the texts whose tokens are forbidden, decoded in the middle of a text."""
     tokenizer = load(kind)
     before = tokenizer.encode("x", False)
     return {tokenizer.decode([*before, *ids])[1:] for ids in bad_word_tokens(tokenizer, [word])}
@@ -299,7 +297,7 @@ def test_bad_words_are_forbidden_with_and_without_a_space(kind):
 
 
 @pytest.mark.parametrize("kind", samples.SERVED)
-def test_bad_words_have_no_special_tokens_and_no_repeats(kind):
+def test_bad_words_contain_no_special_tokens_and_no_duplicates(kind):
     tokenizer = load(kind)
     sequences = bad_word_tokens(tokenizer, ["dog", "", "dog", "日本"])
     assert len(sequences) == len(set(sequences))
@@ -307,19 +305,19 @@ def test_bad_words_have_no_special_tokens_and_no_repeats(kind):
     assert not any(token in tokenizer.special_ids for sequence in sequences for token in sequence)
 
 
-async def test_bad_words_join_those_given_as_tokens():
-    engine = SpokenEngine([RequestOutput(finish_reason="length")])
+async def test_bad_words_are_added_to_those_given_as_tokens():
+    engine = ScriptedEngine([RequestOutput(finish_reason="length")])
     dog = bad_word_tokens(load(), ["dog"])
     sampling = SamplingParams(bad_words=((9, 9), dog[0]))
     await collect(engine, TextRequest("x", sampling, bad_words=["dog", ""]))
     assert engine.sampling.bad_words == ((9, 9), *dog)
 
 
-# --- the reader leaves ---
+# --- cancellation and errors ---
 
 
-async def test_closing_the_iterator_cancels_at_once():
-    engine = SpokenEngine(speak("hello world"))
+async def test_closing_the_iterator_cancels_the_request():
+    engine = ScriptedEngine(speak("hello world"))
     deltas = TextGenerator(load(), engine).generate(TextRequest("x"))
     await anext(deltas)
     assert engine.in_flight.cancelled == []
@@ -327,8 +325,8 @@ async def test_closing_the_iterator_cancels_at_once():
     assert engine.in_flight.cancelled == ["cancelled"]
 
 
-async def test_a_reader_that_is_cancelled_while_it_waits_cancels_the_request():
-    engine = SpokenEngine([])
+async def test_cancelling_a_waiting_reader_cancels_the_request():
+    engine = ScriptedEngine([])
     task = asyncio.create_task(collect(engine, TextRequest("x")))
     while not hasattr(engine, "in_flight"):
         await asyncio.sleep(0)
@@ -339,7 +337,9 @@ async def test_a_reader_that_is_cancelled_while_it_waits_cancels_the_request():
 
 
 async def test_an_error_of_the_engine_is_passed_on():
-    engine = SpokenEngine(speak("hi", RequestOutput(finish_reason="error", error="out of memory")))
+    engine = ScriptedEngine(
+        speak("hi", RequestOutput(finish_reason="error", error="out of memory"))
+    )
     deltas = await collect(engine, TextRequest("x"))
     assert (text_of(deltas), deltas[-1].finish_reason, deltas[-1].error) == (
         "hi",
@@ -348,8 +348,8 @@ async def test_an_error_of_the_engine_is_passed_on():
     )
 
 
-async def test_a_token_that_no_vocabulary_has_fails_the_request_and_cancels_it():
-    engine = SpokenEngine([RequestOutput(tokens=[10**6])])
+async def test_unknown_token_from_the_engine_fails_and_cancels_the_request():
+    engine = ScriptedEngine([RequestOutput(tokens=[10**6])])
     with pytest.raises(TokenizerError, match="token id 1000000 "):
         await collect(engine, TextRequest("x"))
     assert engine.in_flight.cancelled == ["cancelled"]
@@ -369,7 +369,7 @@ async def test_chat_prompt_is_the_rendered_conversation_without_added_tokens(tmp
         },
     )
     tokenizer = Tokenizer.load(folder)
-    generator = TextGenerator(tokenizer, SpokenEngine())
+    generator = TextGenerator(tokenizer, ScriptedEngine())
     ids = await generator.chat_prompt([{"role": "user", "content": "hello"}])
     assert ids == tokenizer.encode("<|endoftext|><|im_start|>hello<|im_end|>", False)
     with pytest.raises(ChatError, match="at least one message"):

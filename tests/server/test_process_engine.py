@@ -1,4 +1,4 @@
-"""The engine process under its supervisor: real processes, killed, hung and broken for real."""
+"""The engine process under its supervisor: real processes that are killed, hang or fail."""
 
 import asyncio
 import os
@@ -63,7 +63,7 @@ def process_exists(process_id):
         return False
 
 
-async def test_requests_side_by_side_get_their_own_tokens_and_finish_once(launch):
+async def test_concurrent_requests_get_their_own_tokens_and_finish_once(launch):
     engine = await launch()
     assert engine.ready
     assert engine.info.vocab_size == 1000
@@ -78,7 +78,7 @@ async def test_requests_side_by_side_get_their_own_tokens_and_finish_once(launch
     await until(lambda: engine.stats.finished == 8)
 
 
-async def test_a_reader_that_comes_late_finds_one_merged_delta(launch):
+async def test_unread_outputs_are_merged_into_one(launch):
     engine = await launch()
     generation = submit(engine, [1], SamplingParams(max_tokens=10))
     await until(lambda: generation.finished)
@@ -89,26 +89,24 @@ async def test_a_reader_that_comes_late_finds_one_merged_delta(launch):
         await anext(generation)
 
 
-async def test_cancel_ends_the_request_with_the_given_reason_and_only_that_one(launch):
+async def test_cancel_ends_only_its_request_with_the_given_reason(launch):
     engine = await launch()
-    stays, goes = (
-        submit(engine, [1], SamplingParams(max_tokens=50, seed=2)),
-        submit(engine, [1], LONG),
-    )
-    await anext(goes)
-    goes.cancel("stop")
-    assert (await collect(goes))[1].finish_reason == "stop"
-    goes.cancel()  # harmless after the end
-    assert (await collect(stays))[0] == list(range(2, 52))
+    kept = submit(engine, [1], SamplingParams(max_tokens=50, seed=2))
+    cancelled = submit(engine, [1], LONG)
+    await anext(cancelled)
+    cancelled.cancel("stop")
+    assert (await collect(cancelled))[1].finish_reason == "stop"
+    cancelled.cancel()  # no effect after the end
+    assert (await collect(kept))[0] == list(range(2, 52))
 
 
-async def test_searches_for_garbage_leave_out_what_a_start_has_made(launch):
+async def test_garbage_collection_skips_objects_created_at_start(launch):
     engine = await launch()
-    (spared,), _ = await collect(submit(engine, [scripted.SPARED], SamplingParams()))
-    assert spared > 10_000
+    (frozen,), _ = await collect(submit(engine, [scripted.COUNT_FROZEN_OBJECTS], SamplingParams()))
+    assert frozen > 10_000
 
 
-async def test_what_the_engine_refuses_is_an_error_of_that_request(launch):
+async def test_request_refused_by_the_engine_ends_with_the_error(launch):
     engine = await launch()
     tokens, last = await collect(submit(engine, [scripted.REFUSE], SamplingParams()))
     assert (tokens, last.finish_reason, last.error) == ([], "error", "refused by order")
@@ -122,15 +120,15 @@ async def test_what_the_engine_refuses_is_an_error_of_that_request(launch):
         (scripted.DIE, "the engine process failed: killed by SIGKILL"),
     ],
 )
-async def test_death_fails_what_was_in_flight_then_a_new_process_serves(
+async def test_failed_process_fails_requests_in_flight_and_is_replaced(
     launch, order, reason, capfd
 ):
     engine = await launch()
     first = engine.process_id
-    bystander = submit(engine, [1], LONG)
-    await anext(bystander)
-    culprit = submit(engine, [order], SamplingParams())
-    for generation in (bystander, culprit):
+    other = submit(engine, [1], LONG)
+    await anext(other)
+    failing = submit(engine, [order], SamplingParams())
+    for generation in (other, failing):
         last = (await collect(generation))[1]
         assert (last.finish_reason, last.error) == ("error", reason)
     assert not engine.ready
@@ -144,7 +142,7 @@ async def test_death_fails_what_was_in_flight_then_a_new_process_serves(
         assert "Traceback (most recent call last)" in capfd.readouterr().err
 
 
-async def test_killed_from_outside_while_idle_it_comes_back(launch):
+async def test_engine_killed_while_idle_is_restarted(launch):
     engine = await launch()
     os.kill(engine.process_id, signal.SIGKILL)
     await until(lambda: not engine.ready)
@@ -152,7 +150,7 @@ async def test_killed_from_outside_while_idle_it_comes_back(launch):
     await until(lambda: engine.ready)
 
 
-async def test_restarts_are_bounded(launch):
+async def test_too_many_restarts_are_a_failure(launch):
     engine = await launch(restarts=2)
     for _ in range(2):
         await collect(submit(engine, [scripted.DIE], SamplingParams()))
@@ -166,22 +164,23 @@ async def test_restarts_are_bounded(launch):
         submit(engine, [1], SamplingParams())
 
 
-async def test_restarts_long_ago_are_forgiven(launch):
+async def test_restarts_before_the_window_do_not_count(launch):
     engine = await launch(restarts=1, window_seconds=0.0)
     for _ in range(3):
         await collect(submit(engine, [scripted.DIE], SamplingParams()))
         await until(lambda: engine.ready)
 
 
-async def test_a_restart_that_does_not_come_up_ends_in_failure_with_its_own_cause(launch):
+async def test_failed_restart_is_reported_with_its_own_cause(launch):
     engine = await launch("once", restarts=2)
     await collect(submit(engine, [scripted.DIE], SamplingParams()))
     async with asyncio.timeout(30):
         assert "FileExistsError" in await engine.wait_failed()
 
 
-async def test_totals_go_on_where_another_process_takes_over(launch):
-    engine, metrics = await launch(), ServerMetrics()
+async def test_counters_continue_when_another_process_takes_over(launch):
+    engine = await launch()
+    metrics = ServerMetrics()
     pool = EnginePool({}, Supervision(), COMMAND)
     pool.on_change = lambda: [metrics.watch_engine(name, client) for name, client in pool.items()]
     pool.adopt("llm", engine)
@@ -216,13 +215,13 @@ async def test_totals_go_on_where_another_process_takes_over(launch):
     assert shown("requests_finished_total") == 2
     await serve(another, 3)
     assert shown("kv_blocks_free") == 128
-    await serve(engine, 4)  # the one before still finishes what it has
+    await serve(engine, 4)  # the previous engine finishes its requests
     await pool.release(engine, 5.0)
     assert shown("requests_finished_total") == 4
     await serve(another, 5)
 
 
-async def test_a_hung_step_is_noticed_its_stack_shown_and_the_process_replaced(launch, capfd):
+async def test_process_with_a_hung_step_prints_its_stack_and_is_replaced(launch, capfd):
     engine = await launch(silence_seconds=1.0)
     last = (await collect(submit(engine, [scripted.HANG], SamplingParams())))[1]
     assert last.error == "the engine process failed: no sign of life for 1 s while it had work"
@@ -231,38 +230,38 @@ async def test_a_hung_step_is_noticed_its_stack_shown_and_the_process_replaced(l
     assert "_obey" in errors  # the stack names the function that hangs
 
 
-async def test_a_stopped_process_is_noticed_too(launch):
+async def test_stopped_process_is_replaced(launch):
     engine = await launch(silence_seconds=1.0)
     os.kill(engine.process_id, signal.SIGSTOP)
     assert (await collect(submit(engine, [1], SamplingParams())))[1].finish_reason == "error"
     await until(lambda: engine.ready)
 
 
-async def test_slow_steps_are_not_mistaken_for_a_hang(launch):
+async def test_process_with_slow_steps_is_not_replaced(launch):
     engine = await launch(silence_seconds=1.0)
     slow = SamplingParams(max_tokens=4, seed=400)
     assert (await collect(submit(engine, [1], slow)))[1].finish_reason == "length"
     assert not engine._restarts
 
 
-async def test_an_engine_that_cannot_start_says_why_and_is_not_tried_again(launch):
+async def test_engine_that_cannot_start_raises_the_reason(launch):
     with pytest.raises(EngineStartFailed, match="ValueError: this engine folder is bad by order"):
         await launch("bad")
 
 
-async def test_an_engine_that_never_gets_ready_is_given_up(launch):
+async def test_engine_that_is_not_ready_in_time_raises_an_error(launch):
     with pytest.raises(EngineStartFailed, match="not ready 1 s after its start"):
         await launch("slow", start_seconds=1.0, silence_seconds=1.0)
 
 
-async def test_what_cannot_be_sent_leaves_nothing_that_looks_like_work(launch):
+async def test_request_that_cannot_be_sent_is_not_outstanding(launch):
     engine = await launch()
     with pytest.raises(OverflowError):
         submit(engine, [1], SamplingParams(), priority=2**70)
     assert engine.outstanding == 0
 
 
-async def test_draining_refuses_new_work_and_finishes_the_old(launch):
+async def test_draining_refuses_new_requests_and_finishes_admitted_ones(launch):
     engine = await launch()
     generation = submit(engine, [1], SamplingParams(max_tokens=30, seed=5))
     engine.begin_drain()
@@ -285,7 +284,7 @@ async def test_stop_leaves_no_process_and_no_file(launch, tmp_path, monkeypatch)
     assert list(tmp_path.glob("slipstream-*")) == []
 
 
-def test_the_process_dies_with_its_parent_however_that_ends(tmp_path):
+def test_engine_process_ends_when_its_parent_is_killed(tmp_path):
     parent = (
         "import asyncio, sys; from slipstream.server.engine_link.client import EngineClient\n"
         "async def main():\n"
@@ -305,7 +304,7 @@ def test_the_process_dies_with_its_parent_however_that_ends(tmp_path):
     assert not process_exists(child)
 
 
-def test_the_server_side_never_loads_torch():
+def test_the_server_side_does_not_import_torch():
     code = (
         "import sys, slipstream.server.engine_link.client, slipstream.server.engine_link.in_process, slipstream.engine_worker.cpu_probe;"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"

@@ -1,4 +1,4 @@
-"""The in-process engine: the same surface, no process."""
+"""The in-process engine has the same interface as an engine process."""
 
 import asyncio
 import threading
@@ -42,7 +42,7 @@ async def test_requests_get_their_tokens(engine):
     assert {last.finish_reason for _, last in results} == {"length"}
 
 
-async def test_cancel(engine):
+async def test_cancelled_request_finishes_as_cancelled(engine):
     generation = submit(engine, [1], SamplingParams(max_tokens=10**6, seed=1))
     await anext(generation)
     generation.cancel()
@@ -60,30 +60,28 @@ async def _one(engine, start):
 
 
 def test_requests_of_a_closed_event_loop_are_cancelled(engine, loop):
-    async def leave_behind():
+    async def submit_and_return():
         submit(engine, [1], SamplingParams(max_tokens=10**6, seed=1))
 
-    asyncio.run(leave_behind())
+    asyncio.run(submit_and_return())
     deadline = time.monotonic() + 30
     while (loop.cancelled == 0 or loop.running) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert (loop.cancelled, len(loop.running), engine.outstanding) == (1, 0, 0)
 
 
-async def test_an_idle_engine_does_not_turn(engine, loop):
+async def test_an_idle_engine_runs_no_steps(engine, loop):
     await collect(submit(engine, [1], SamplingParams(max_tokens=3)))
     steps = loop.steps
     await asyncio.sleep(0.3)
     assert loop.steps == steps
 
 
-async def test_a_failing_step_fails_every_request_with_the_reason_and_closes_the_door(
-    engine, capfd
-):
-    bystander = submit(engine, [1], SamplingParams(max_tokens=10**6, seed=1))
-    await anext(bystander)
-    culprit = submit(engine, [scripted.RAISE], SamplingParams())
-    for generation in (bystander, culprit):
+async def test_failed_step_fails_all_requests_with_the_reason_and_refuses_new_ones(engine, capfd):
+    other = submit(engine, [1], SamplingParams(max_tokens=10**6, seed=1))
+    await anext(other)
+    failing = submit(engine, [scripted.RAISE], SamplingParams())
+    for generation in (other, failing):
         last = (await collect(generation))[1]
         assert last.error == "the engine failed: RuntimeError: raised by order"
     assert not engine.ready
@@ -92,7 +90,7 @@ async def test_a_failing_step_fails_every_request_with_the_reason_and_closes_the
     assert "Traceback" in capfd.readouterr().err
 
 
-async def test_close_fails_what_is_in_flight_and_ends_the_thread(loop):
+async def test_close_fails_requests_in_flight_and_ends_the_thread(loop):
     others = threading.enumerate()
     engine = InProcessEngine(loop)
     assert [thread.name for thread in threading.enumerate() if thread not in others] == ["engine"]

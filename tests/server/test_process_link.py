@@ -1,4 +1,4 @@
-"""The link: every message comes out as it went in, and nothing else gets through."""
+"""The link to the engine process: encoding, refused frames, the socket and the message order."""
 
 import asyncio
 import math
@@ -68,12 +68,12 @@ from_engine = st.one_of(
 
 
 @given(to_engine)
-def test_a_message_to_the_engine_comes_out_as_it_went_in(message):
+def test_message_to_the_engine_is_decoded_unchanged(message):
     assert decode_to_engine(encode(message)) == message
 
 
 @given(from_engine)
-def test_a_message_from_the_engine_comes_out_as_it_went_in(message):
+def test_message_from_the_engine_is_decoded_unchanged(message):
     assert decode_from_engine(encode(message)) == message
 
 
@@ -92,15 +92,15 @@ def test_nan_of_an_unrequested_log_prob_is_kept():
         b"Gnonsense",
         b"C" + msgspec.msgpack.encode({"request_ids": ["one"]}),
         b"G" + msgspec.msgpack.encode({"request_id": 1}),  # a field is missing
-        encode(EngineStats()),  # goes the other way
+        encode(EngineStats()),  # a message of the other direction
     ],
 )
-def test_what_is_no_message_to_the_engine_is_refused(frame):
+def test_invalid_message_to_the_engine_is_refused(frame):
     with pytest.raises(LinkError):
         decode_to_engine(frame)
 
 
-def test_the_socket_is_private_and_gone_after_close():
+def test_the_socket_is_private_and_removed_by_close():
     server = ServerEnd()
     folder = server.path.parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -109,7 +109,7 @@ def test_the_socket_is_private_and_gone_after_close():
     assert not folder.exists()
 
 
-def test_a_long_temporary_path_still_gives_a_socket(monkeypatch, tmp_path):
+def test_socket_is_created_despite_a_long_temporary_path(monkeypatch, tmp_path):
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
@@ -118,7 +118,7 @@ def test_a_long_temporary_path_still_gives_a_socket(monkeypatch, tmp_path):
     assert os.listdir(deep) == []
 
 
-async def test_messages_keep_their_order_both_ways_and_outlive_the_socket_file():
+async def test_messages_arrive_in_order_after_the_socket_file_is_removed():
     count = 200
     server = ServerEnd()
     arrived = []
@@ -126,7 +126,7 @@ async def test_messages_keep_their_order_both_ways_and_outlive_the_socket_file()
 
     def on_message(message):
         arrived.append(message.steps)
-        server.hide()  # the two have met, so the file is needed no more
+        server.hide()  # both ends are connected and need no file
         server.send(Cancel([message.steps]))
         if len(arrived) == count:
             done.set()
@@ -135,12 +135,12 @@ async def test_messages_keep_their_order_both_ways_and_outlive_the_socket_file()
         end = EngineEnd(str(server.path))
         for step in range(count):
             end.send(EngineStats(steps=step))
-        heard = []
-        while len(heard) < count:
+        received = []
+        while len(received) < count:
             assert end.wait(30)
-            heard += [message.request_ids[0] for message in end.receive_waiting()]
+            received += [message.request_ids[0] for message in end.receive_waiting()]
         end.close()
-        results.append(heard)
+        results.append(received)
 
     results: list[list[int]] = []
     thread = threading.Thread(target=engine)

@@ -1,4 +1,4 @@
-"""The real engine behind the link: the tokens are those of the same engine in this process."""
+"""An engine in a process of its own generates the same tokens as one in this process."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ SETTINGS = EngineSettings(dtype="float32", device="cpu", cache_tokens=1024, max_
 
 @pytest.fixture(scope="module")
 def engine_folder(tmp_path_factory):
-    """A random Llama, built as any model is."""
+    """Build an engine of a random Llama."""
     source = tmp_path_factory.mktemp("model")
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -95,7 +95,7 @@ async def generate_all(engine):
         return await asyncio.gather(*map(collect, generations))
 
 
-async def test_in_a_process_or_not_the_tokens_are_the_same(engine_folder):
+async def test_engine_process_and_in_process_engine_generate_the_same_tokens(engine_folder):
     inside = InProcessEngine(start_engine(engine_folder, SETTINGS))
     outside = EngineClient(engine_folder, SETTINGS)
     try:
@@ -105,7 +105,7 @@ async def test_in_a_process_or_not_the_tokens_are_the_same(engine_folder):
         found = await generate_all(outside)
         assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in expected]
         for (_, log_probs, _), (_, wanted, _) in zip(found, expected, strict=True):
-            # steps may have held other requests beside it
+            # the requests of a step may differ between the two engines
             assert log_probs == pytest.approx(wanted, abs=1e-4)
         assert all(finish == "length" for _, _, finish in expected + found)
         assert [len(tokens) for tokens, _, _ in expected] == [40, 25] * 3
@@ -116,7 +116,7 @@ async def test_in_a_process_or_not_the_tokens_are_the_same(engine_folder):
         await outside.stop()
 
 
-async def test_a_damaged_engine_is_refused_in_one_line(engine_folder, tmp_path, capfd):
+async def test_damaged_engine_file_is_refused_without_a_traceback(engine_folder, tmp_path, capfd):
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_bytes((engine_folder / "config.json").read_bytes())

@@ -50,7 +50,7 @@ def server_text() -> str:
 
 
 @pytest.mark.parametrize("text", [UNUSUAL, server_text(), ""], ids=["unusual", "server", "empty"])
-def test_samples_are_those_that_the_library_reads(text: str) -> None:
+def test_samples_equal_those_of_the_library(text: str) -> None:
     found = list(parse_metrics(text))
     expected = expected_samples(text)
     assert [sample[:3] for sample in found] == [sample[:3] for sample in expected]
@@ -62,6 +62,6 @@ def test_samples_are_those_that_the_library_reads(text: str) -> None:
 @pytest.mark.parametrize(
     "line", ["no_value", "name{a=b} 1", 'name{a="b} 1', "name{} one", "<html>", "9name 1"]
 )
-def test_other_lines_are_refused(line: str) -> None:
+def test_invalid_lines_are_refused(line: str) -> None:
     with pytest.raises(ValueError, match=r"not|convert"):
         list(parse_metrics(line))

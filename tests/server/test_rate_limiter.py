@@ -25,18 +25,21 @@ def joined(limiter: RateLimiter, *contenders: Contender) -> tuple[Contender, ...
     return contenders
 
 
-def test_one_waits_until_the_other_is_done() -> None:
-    limiter, woken = RateLimiter(SHARED), []
+def test_second_instance_waits_for_the_resource_of_the_first() -> None:
+    limiter = RateLimiter(SHARED)
+    woken = []
     first, second = joined(limiter, contender("first"), contender("second"))
     assert limiter.acquire(first, lambda: woken.append("first"))
     assert not limiter.acquire(second, lambda: woken.append("second"))
     assert woken == []
     limiter.release(first)
     assert woken == ["second"]
-    assert limiter.acquire(second, lambda: woken.append("again")), "it has what it waited for"
+    assert limiter.acquire(second, lambda: woken.append("again")), (
+        "the resource is granted when the instance is woken"
+    )
 
 
-def test_without_a_flag_there_is_as_much_as_the_most_demanding_needs() -> None:
+def test_default_limit_is_the_largest_count_that_an_instance_needs() -> None:
     limiter = RateLimiter()
     small, other, large = joined(
         limiter, contender("small"), contender("other"), contender("large", 2)
@@ -50,7 +53,7 @@ def test_without_a_flag_there_is_as_much_as_the_most_demanding_needs() -> None:
     assert large.granted
 
 
-def test_who_could_never_execute_is_refused() -> None:
+def test_instance_that_needs_more_than_the_limit_is_refused() -> None:
     with pytest.raises(InferenceError) as raised:
         RateLimiter(SHARED).join(contender("greedy", 3))
     assert raised.value.message == (
@@ -59,31 +62,32 @@ def test_who_could_never_execute_is_refused() -> None:
     )
 
 
-def test_priority_shares_out_the_turns() -> None:
-    """An instance of priority 2 gets half the turns of one of priority 1, when all always want one."""
+def test_instances_execute_in_proportion_to_their_priority() -> None:
+    """Under constant demand, priority 2 executes half as high as priority 1."""
     limiter = RateLimiter(SHARED)
-    everybody = joined(
+    contenders = joined(
         limiter, *(contender(str(number), priority=1 + number % 2) for number in range(4))
     )
     for _ in range(300):
-        for one in everybody:
+        for one in contenders:
             limiter.acquire(one, lambda: None)
-        limiter.release(next(one for one in everybody if one.granted))
-    often, seldom = everybody[0].executions, everybody[1].executions
-    assert often == pytest.approx(100, abs=2)
-    assert seldom == pytest.approx(50, abs=2)
+        limiter.release(next(one for one in contenders if one.granted))
+    assert contenders[0].executions == pytest.approx(100, abs=2)
+    assert contenders[1].executions == pytest.approx(50, abs=2)
 
 
-def test_devices_have_resources_of_their_own() -> None:
+def test_each_device_has_its_own_resources() -> None:
     limiter = RateLimiter({("R", GLOBAL): 1})
-    first, second = Contender("gpu0", {("R", 0): 1}), Contender("gpu1", {("R", 1): 1})
+    first = Contender("gpu0", {("R", 0): 1})
+    second = Contender("gpu1", {("R", 1): 1})
     joined(limiter, first, second)
     assert limiter.acquire(first, lambda: None)
     assert limiter.acquire(second, lambda: None)
 
 
-def test_one_that_leaves_gives_back_and_is_not_woken() -> None:
-    limiter, woken = RateLimiter(SHARED), []
+def test_leaving_instance_releases_its_resource_and_is_not_woken() -> None:
+    limiter = RateLimiter(SHARED)
+    woken = []
     first, second, third = joined(
         limiter, contender("first"), contender("second"), contender("third")
     )
@@ -94,7 +98,7 @@ def test_one_that_leaves_gives_back_and_is_not_woken() -> None:
     assert woken == ["third"]
 
 
-def test_resources_on_the_command_line() -> None:
+def test_resources_are_parsed_from_the_command_line() -> None:
     assert parse_resources(["R1:10", "R2:5:0"]) == {("R1", GLOBAL): 10, ("R2", 0): 5}
     for text in ("R1", "R1:x", ":3", "R1:1:2:3", "R1:-1"):
         with pytest.raises(ValueError, match="must be <name>:<count>"):

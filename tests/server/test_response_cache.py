@@ -1,6 +1,4 @@
-"""The response cache and the metrics around it: what is served from it, what is counted, and what
-makes room.
-"""
+"""The response cache: its keys, limits, statistics and metrics."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def config(folder: Path, more: str = CACHED) -> ModelConfig:
 
 
 class Upper(ServedModel):
-    """Answers in capitals, and counts how often it had to."""
+    """Answers in capitals and counts its executions."""
 
     ready = True
 
@@ -98,7 +96,7 @@ class Serving:
         return lines[0].rsplit(" ", 1)[1] if lines else "absent"
 
 
-async def test_the_same_request_is_answered_without_the_model(tmp_path: Path) -> None:
+async def test_repeated_request_is_answered_from_the_cache(tmp_path: Path) -> None:
     serving = Serving(tmp_path)
     assert [await serving.ask(text) for text in ("a", "a", "b", "a")] == [b"A", b"A", b"B", b"A"]
     assert serving.model.runs == 2
@@ -119,35 +117,35 @@ async def test_the_same_request_is_answered_without_the_model(tmp_path: Path) ->
     assert serving.metric("nv_inference_count") == "2"
 
 
-async def test_errors_are_not_kept(tmp_path: Path) -> None:
+async def test_errors_are_not_cached(tmp_path: Path) -> None:
     serving = Serving(tmp_path)
     assert [await serving.ask("fail"), await serving.ask("fail")] == [b"error", b"error"]
     assert serving.model.runs == 2
 
 
-async def test_what_makes_a_request_another_one(tmp_path: Path) -> None:
+async def test_outputs_parameters_and_sequence_ids_are_part_of_the_key(tmp_path: Path) -> None:
     serving = Serving(tmp_path)
     await serving.ask("a")
     await serving.ask("a", outputs=("text_output",))
     await serving.ask("a", parameters={"tone": "loud"})
     await serving.ask("a", sequence_id=7)
     assert serving.model.runs == 4
-    # who asks, and how urgently, makes no difference
+    # id and priority are not part of the key
     await serving.ask("a", id="another", priority=1)
     assert serving.model.runs == 4
 
 
-def test_keys_of_requests_that_look_alike_differ() -> None:
+def test_keys_depend_on_the_borders_of_values_and_on_the_shape() -> None:
     def key(*data: bytes, shape: tuple[int, ...] = (2,), datatype: str = "BYTES") -> bytes:
         return request_key(InferRequest("m", "1", {"a": Tensor("a", datatype, shape, list(data))}))
 
     assert len({key(b"ab", b"c"), key(b"a", b"bc"), key(b"ab", b"c", shape=(2, 1))}) == 3
 
 
-async def test_the_least_recently_used_answer_makes_room(tmp_path: Path) -> None:
+async def test_the_least_recently_used_response_is_evicted(tmp_path: Path) -> None:
     entry = ENTRY_BYTES + len(b"A") + 4
     serving = Serving(tmp_path, byte_size=2 * entry)
-    for text in ("a", "b", "a", "c", "a"):  # c comes for b, because a was used since
+    for text in ("a", "b", "a", "c", "a"):  # c evicts b, because a was used later
         await serving.ask(text)
     assert serving.model.runs == 3
     assert serving.cache.byte_size == 2 * entry
@@ -155,7 +153,7 @@ async def test_the_least_recently_used_answer_makes_room(tmp_path: Path) -> None
     assert serving.model.runs == 4
 
 
-async def test_an_answer_larger_than_the_cache_is_not_kept(tmp_path: Path) -> None:
+async def test_response_larger_than_the_cache_is_not_cached(tmp_path: Path) -> None:
     serving = Serving(tmp_path, byte_size=ENTRY_BYTES)
     await serving.ask("a")
     await serving.ask("a")
@@ -165,7 +163,7 @@ async def test_an_answer_larger_than_the_cache_is_not_kept(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "more", ["", "response_cache { }", CACHED + " model_transaction_policy { decoupled: true }"]
 )
-async def test_models_that_do_not_ask_or_cannot_be_served_from_it(
+async def test_models_without_the_setting_and_decoupled_models_are_not_cached(
     tmp_path: Path, more: str
 ) -> None:
     serving = Serving(tmp_path, more)
@@ -178,7 +176,7 @@ async def test_models_that_do_not_ask_or_cannot_be_served_from_it(
     )
 
 
-async def test_summaries_are_there_when_they_are_asked_for(tmp_path: Path) -> None:
+async def test_summaries_are_exported_only_when_enabled(tmp_path: Path) -> None:
     assert "summary" not in Serving(tmp_path).metrics.render()
     serving = Serving(tmp_path, "", summaries=True)
     for text in ("a", "b", "c"):
@@ -196,7 +194,7 @@ async def test_summaries_are_there_when_they_are_asked_for(tmp_path: Path) -> No
     assert "nv_cache_hit_summary_per_model" not in rendered
 
 
-async def test_summaries_of_a_cached_model_leave_the_whole_out(tmp_path: Path) -> None:
+async def test_summaries_of_a_cached_model_have_no_request_summary(tmp_path: Path) -> None:
     serving = Serving(tmp_path, summaries=True)
     await serving.ask("a")
     await serving.ask("a")
@@ -209,7 +207,7 @@ async def test_summaries_of_a_cached_model_leave_the_whole_out(tmp_path: Path) -
     assert f"nv_inference_compute_infer_summary_us_count{{{labels}}} 1" in rendered
 
 
-def test_quantiles_are_of_the_recent_values() -> None:
+def test_quantiles_of_a_summary_equal_those_of_its_values() -> None:
     summary = Summary()
     assert [value != value for value in summary.quantiles((0.5,))] == [True]
     for value in range(1, 101):

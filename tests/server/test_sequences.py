@@ -1,6 +1,4 @@
-"""Beams and samples of one prompt through the server and through `slipstream.LLM`, on a real
-engine.
-"""
+"""Beams and samples of one prompt, from the server and `slipstream.LLM` with a real engine."""
 
 from __future__ import annotations
 
@@ -81,7 +79,7 @@ def search(engine_folder: Path, **sampling: Any) -> list[Beam]:
 
 
 @pytest.mark.parametrize("model", ["ensemble", "chat"])
-def test_text_output_is_one_text_a_beam_best_first(server, engine_folder, model):
+def test_text_output_has_one_text_per_beam_with_the_best_first(server, engine_folder, model):
     expected = search(engine_folder, beam_width=3)
     answer = server.ask(model, beam_width=3, return_log_probs=True)
     texts = [" ".join(map(str, beam.tokens)) for beam in expected]
@@ -96,7 +94,7 @@ def test_text_output_is_one_text_a_beam_best_first(server, engine_folder, model)
     assert event["text_output"] == texts
 
 
-def test_fields_of_the_search_reach_it(server, engine_folder):
+def test_beam_search_fields_reach_the_engine(server, engine_folder):
     plain = search(engine_folder, beam_width=4)
     ends = sorted({token for beam in plain for token in beam.tokens[1:4]})[0]
     seen = set()
@@ -119,17 +117,15 @@ def test_fields_of_the_search_reach_it(server, engine_folder):
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_each_beam_has_the_logits_that_its_tokens_were_chosen_from(server, engine_folder, stop):
-    """[1, beams, tokens, vocabulary]: what the model says after the prompt and the beam up to
-    there.
-    """
+def test_generation_logits_of_each_beam_equal_the_models(server, engine_folder, stop):
+    """The shape is [1, beams, tokens, vocabulary]."""
     word = server.ask("chat", beam_width=3)["text_output"][0].split()[2]
     fields = {"stop_words": [word]} if stop else {}
     answer = server.ask("chat", beam_width=3, return_generation_logits=True, **fields)
     beams = [[int(token) for token in text.split()] for text in answer["text_output"]]
     if stop:
         assert len({len(beam) for beam in beams}) > 1
-        # the logits of its tokens come, too
+        # the logits of the stop word's tokens are included
         beams = [[*beam, int(word)] if len(beam) < 6 else beam for beam in beams]
     longest = max(map(len, beams))
     logits = np.array(answer["generation_logits"], np.float32).reshape(3, longest, -1)
@@ -139,7 +135,7 @@ def test_each_beam_has_the_logits_that_its_tokens_were_chosen_from(server, engin
         assert not row[len(beam) :].any()
 
 
-def test_a_stop_word_cuts_each_beam(server):
+def test_each_beam_is_cut_at_the_stop_word(server):
     whole = server.ask("chat", beam_width=3)["text_output"]
     word = whole[0].split()[2]
     cut = server.ask("chat", beam_width=3, stop_words=[word])["text_output"]
@@ -157,11 +153,11 @@ def test_a_stop_word_cuts_each_beam(server):
         ({"beam_width": 0}, "beam_width must be over 0"),
     ],
 )
-def test_what_a_search_cannot_be_is_refused_by_name(server, fields, words):
+def test_invalid_beam_search_fields_are_refused_by_name(server, fields, words):
     assert words in server.ask("chat", status=400, **fields)["error"]
 
 
-def test_samples_are_those_of_their_own_seeds_and_repeat(server):
+def test_samples_have_their_own_seeds_and_are_reproducible(server):
     drawing = {"temperature": 1.5, "random_seed": 7, "max_tokens": 8}
     alone = server.ask("chat", **drawing)["text_output"]
     three = server.ask("chat", **drawing, num_return_sequences=3)
@@ -173,7 +169,7 @@ def test_samples_are_those_of_their_own_seeds_and_repeat(server):
     assert "sequence_index" not in three
 
 
-def test_a_stream_of_samples_says_whose_each_piece_is(server):
+def test_pieces_of_a_stream_have_the_index_of_their_sample(server):
     drawing = {"temperature": 1.5, "random_seed": 7, "max_tokens": 8, "num_return_sequences": 3}
     whole = server.ask("chat", **drawing)["text_output"]
     joined = ["", "", ""]
@@ -201,7 +197,7 @@ def test_the_scores_of_the_prompt_are_sent_once(server):
     assert found[0]["prompt_log_probs"] == pytest.approx(alone, abs=1e-4)
 
 
-async def test_what_a_request_brings_is_sent_once_for_all_its_sequences(engine_folder):
+async def test_adapter_and_prompt_log_probs_are_sent_for_the_first_sequence_only(engine_folder):
     sent: list[Any] = []
 
     class Recorder(EchoEngine):
@@ -210,16 +206,16 @@ async def test_what_a_request_brings_is_sent_once_for_all_its_sequences(engine_f
             sent.append((request.adapter, loads_adapter, request.sampling.prompt_log_probs))
             return super().submit(request)
 
-    brought = AdapterUse(7, "seven", AdapterSource(weights=b"1234"))
+    adapter = AdapterUse(7, "seven", AdapterSource(weights=b"1234"))
     request = TextRequest(
-        [5, 6], SamplingParams(max_tokens=2, prompt_log_probs=True), sequences=3, adapter=brought
+        [5, 6], SamplingParams(max_tokens=2, prompt_log_probs=True), sequences=3, adapter=adapter
     )
     generator = TextGenerator(Tokenizer.load(engine_folder), Recorder())
     assert len([delta async for delta in generator.generate(request) if delta.finish_reason]) == 3
     assert sent == [(7, True, True), (7, False, False), (7, False, False)]
 
 
-async def test_ids_of_beams_and_samples_have_upstreams_shapes(engine_folder, tmp_path, monkeypatch):
+async def test_output_ids_of_beams_have_upstreams_shapes(engine_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(grpc_stack, "SETTINGS", SETTINGS)
     expected = search(engine_folder, beam_width=3, end_ids=(0,), min_tokens=0)
     async with running(engine_folder, tmp_path) as stack:
@@ -249,7 +245,7 @@ async def test_ids_of_beams_and_samples_have_upstreams_shapes(engine_folder, tmp
         )
 
 
-async def test_a_clients_draft_changes_nothing_but_the_steps(engine_folder, tmp_path):
+async def test_draft_tokens_of_a_client_do_not_change_the_output(engine_folder, tmp_path):
     plain = run_all(engine(engine_folder), [GenerateRequest(1, IDS, SamplingParams(max_tokens=6))])[
         1
     ]
@@ -264,7 +260,7 @@ async def test_a_clients_draft_changes_nothing_but_the_steps(engine_folder, tmp_
             assert result.as_numpy("total_accepted_draft_tokens").item() == right
 
 
-def test_tenants_of_different_salts_share_no_cached_prompt(server):
+def test_different_cache_salts_share_no_cached_prompt(server):
     prompt = " ".join(str(number) for number in range(70))
     asked = {"text_input": prompt, "max_tokens": 1, "return_num_cached_tokens": True}
     cached = [
@@ -274,7 +270,7 @@ def test_tenants_of_different_salts_share_no_cached_prompt(server):
     assert cached == [0, 64, 0, 64]
 
 
-def test_llm_gives_the_best_first_and_the_others_beside_it(engine_folder):
+def test_llm_returns_the_best_sequence_with_the_others_attached(engine_folder):
     expected = search(engine_folder, beam_width=3)
     with LLM(engine_folder, dtype="float32", threads=1, cache_tokens=2048, max_rows=4) as llm:
         (found,) = llm.generate([IDS], max_tokens=6, beam_width=3, ignore_end=True, log_probs=True)
@@ -290,10 +286,7 @@ def test_llm_gives_the_best_first_and_the_others_beside_it(engine_folder):
             llm.generate([IDS], max_tokens=6, beam_width=5)
 
 
-def test_a_batch_of_requests_searches_and_draws_side_by_side(server):
-    """Beams of one request, samples of another and a plain one at the same time are each what they
-    are alone.
-    """
+def test_concurrent_beams_and_samples_equal_those_of_single_requests(server):
     from concurrent.futures import ThreadPoolExecutor
 
     kinds = [

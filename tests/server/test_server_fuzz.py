@@ -10,7 +10,7 @@ import pytest
 from fuzzing import Attacker, Canary, resident_bytes
 from server_peers import Peer, start_ours
 
-# allocators keep some; two hundred thousand requests of a kilobyte would be ten times that
+# allocators keep some memory; leaking all requests would be ten times this
 GROWTH_BYTES = 24 << 20
 
 
@@ -29,7 +29,7 @@ def attack(server: Peer, folder: Path, cases: int, warm_up: int, seed: int) -> A
     canary = Canary(server.http_port)
     canary.start()
     try:
-        attacker.attack(warm_up)  # caches fill, the allocator takes its share
+        attacker.attack(warm_up)  # fills caches and the allocator's pools
         before = resident_bytes(server.process.pid)
         attacker.attack(cases - warm_up)
         grown = resident_bytes(server.process.pid) - before

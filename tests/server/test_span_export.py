@@ -91,7 +91,7 @@ def test_a_busy_collector_gets_spans_again_and_one_that_rejects_them_does_not() 
         assert [span.name for span in collector.spans] == ["accepted"]
 
 
-def test_a_collector_that_does_not_respond_costs_spans_and_nothing_else(
+def test_a_collector_that_does_not_respond_loses_only_spans(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with Collector() as collector:
@@ -110,7 +110,7 @@ def test_a_collector_that_does_not_respond_costs_spans_and_nothing_else(
     assert counts(export) == (0, 11)  # also after the collector has responded
 
 
-def test_a_missing_collector_costs_the_spans_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_in_the_queue_are_lost_without_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TIMEOUT, "0.5")
     with refused_port() as held:
         url = f"http://127.0.0.1:{held.getsockname()[1]}/v1/traces"
@@ -137,7 +137,7 @@ def test_counters_of_spans_are_metrics() -> None:
     assert "slipstream_trace_spans_dropped_total 2" in lines
 
 
-def test_trouble_is_one_short_line_without_control_characters_and_without_the_key(
+def test_export_errors_are_one_short_line_without_control_characters_or_the_key(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:

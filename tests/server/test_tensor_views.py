@@ -73,7 +73,7 @@ WRONG = [
 def test_a_wrong_input_is_refused_before_its_bytes_are_decoded(
     monkeypatch: pytest.MonkeyPatch, name: str, datatype: str, shape: list[int], text: str
 ) -> None:
-    raw = b"\xff" * (1 << 20)  # fits none of the shapes, and is no string
+    raw = b"\xff" * (1 << 20)  # fits none of the shapes and is not a valid string
 
     def decoded(*given: Any) -> None:
         raise AssertionError("the bytes were decoded")
@@ -191,7 +191,7 @@ def test_a_large_frame_is_received_into_one_buffer() -> None:
     assert all(np.shares_memory(room, array) for room in rooms[2:])
 
 
-def test_small_and_large_frames_follow_each_other() -> None:
+def test_small_and_large_frames_alternate() -> None:
     def order(number: int, count: int) -> Execute:
         tensor = Tensor("x", "FP32", (count,), NUMBERS[:count] + number)
         return Execute([request_frame(number, InferRequest("m", "1", {"x": tensor}))])

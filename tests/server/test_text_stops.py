@@ -1,6 +1,4 @@
-"""The stop word filter against plain searching, on alphabets small enough for words to overlap all
-the time.
-"""
+"""The stop word filter equals plain search, on small alphabets in which words often overlap."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,40 +22,36 @@ def expected(text: str, stops: list[str], shown: bool = False) -> str:
     stops=words,
     shown=st.booleans(),
 )
-def test_equal_to_searching_the_whole_text(pieces, stops, shown):
+def test_filtered_text_equals_a_search_in_the_whole_text(pieces, stops, shown):
     stop_filter = StopWordFilter(StopWords(stops, shown))
-    given_out = [stop_filter.push(piece) for piece in pieces]
-    given_out.append(stop_filter.finish())
+    output = [stop_filter.push(piece) for piece in pieces]
+    output.append(stop_filter.finish())
     text = "".join(pieces)
-    assert "".join(given_out) == expected(text, stops, shown)
+    assert "".join(output) == expected(text, stops, shown)
     assert stop_filter.stopped == (expected(text, stops) != text)
 
 
 @settings(max_examples=500, deadline=None)
 @given(text=st.text(alphabet="abc", max_size=30), stops=words)
-def test_never_too_much_and_never_held_without_cause(text, stops):
-    """After each character, exactly what no continuation can make part of a stop word has been
-    given out.
-    """
-    stop_filter, given_out = StopWordFilter(stops), ""
+def test_only_possible_beginnings_of_a_stop_word_are_held_back(text, stops):
+    """After each character, the output is all text that cannot become part of a stop word."""
+    stop_filter, output = StopWordFilter(stops), ""
     for position, char in enumerate(text, start=1):
-        given_out += stop_filter.push(char)
+        output += stop_filter.push(char)
         read = text[:position]
         if stop_filter.stopped:
-            assert given_out == expected(read, stops)
+            assert output == expected(read, stops)
             return
         possible = [
             len(read) - n for stop in stops for n in range(1, len(stop)) if read.endswith(stop[:n])
         ]
-        assert given_out == read[: min(possible, default=len(read))]
+        assert output == read[: min(possible, default=len(read))]
 
 
 @settings(deadline=None)
 @given(text=st.text(alphabet="ab", max_size=12), stops=words)
-def test_at_the_same_place_the_word_completed_first_wins(text, stops):
-    """It stops as soon as the earliest match is certain, so a longer word at the same place never
-    delays it.
-    """
+def test_filter_stops_at_the_word_that_is_completed_first(text, stops):
+    """A longer stop word at the same position does not delay the stop."""
     stop_filter = StopWordFilter(stops)
     for position, char in enumerate(text, start=1):
         stop_filter.push(char)
@@ -67,10 +61,8 @@ def test_at_the_same_place_the_word_completed_first_wins(text, stops):
             return
 
 
-def test_a_long_stop_word_is_read_in_one_pass():
-    """A word that almost repeats inside itself makes naive searching quadratic; here each character
-    steps once.
-    """
+def test_each_character_is_matched_in_one_step():
+    """A naive search is quadratic for a word with repeated prefixes."""
     stop = "a" * 2000 + "b"
     stop_filter = StopWordFilter([stop])
     steps = 0
@@ -88,7 +80,7 @@ def test_a_long_stop_word_is_read_in_one_pass():
     assert steps == 5001
 
 
-def test_texts_that_share_their_words_do_not_share_where_they_are() -> None:
+def test_filters_with_shared_stop_words_have_separate_positions() -> None:
     words = StopWords(["END", "", "STOP"])
     first, second = StopWordFilter(words), StopWordFilter(words)
     assert [first.push("aEN"), second.push("bST"), first.push("Xc"), second.push("OPx")] == [

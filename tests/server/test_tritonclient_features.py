@@ -1,6 +1,7 @@
-"""What tritonclient offers beside plain inference, over HTTP and over gRPC, against `tritonserver`
-with a real engine: shared memory, classification, keys, settings, statistics, repository control,
-priorities and timeouts.
+"""Features of tritonclient besides inference, over HTTP and gRPC, against `tritonserver`.
+
+The server has a real engine. The features are shared memory, classification, keys, settings,
+statistics, repository control, priorities and timeouts.
 """
 
 from __future__ import annotations
@@ -81,9 +82,7 @@ def _place(log: Path, service: str) -> str:
 
 
 class Http:
-    """tritonclient over HTTP, with the key in a plug-in; what the two protocols name differently,
-    named alike.
-    """
+    """tritonclient over HTTP, with the key in a plug-in and the same methods as `Grpc`."""
 
     module: Any = http_client
 
@@ -96,7 +95,7 @@ class Http:
 
 
 class _Bearer(http_auth.BasicAuth):
-    """The client's own plug-in sends user and password; the header is what matters here."""
+    """Sends the key in the header that the client's plug-in uses for user and password."""
 
     def __init__(self) -> None:
         super().__init__("user", "password")
@@ -154,7 +153,7 @@ def expected(triton: Any, tokens: int = 4) -> list[int]:
     )
 
 
-def test_without_the_key_nothing_is_told(places: Places) -> None:
+def test_calls_without_the_key_are_refused(places: Places) -> None:
     with (
         http_client.InferenceServerClient(places.http) as client,
         pytest.raises(InferenceServerException) as raised,
@@ -169,8 +168,8 @@ def test_without_the_key_nothing_is_told(places: Places) -> None:
     assert "StatusCode.UNAUTHENTICATED" in str(raised.value)
 
 
-def test_tensors_in_shared_memory(triton: Any) -> None:
-    """Token ids come from one region, and the answer's go into another."""
+def test_inputs_and_outputs_in_shared_memory(triton: Any) -> None:
+    """Token ids are read from one region, and those of the answer are written to another."""
     name = f"slipstream_test_{os.getpid()}_{triton.module.__name__.rpartition('.')[2]}"
     wanted = expected(triton)
     source = shared_memory.create_shared_memory_region("source", f"/{name}_source", IDS.nbytes)
@@ -199,7 +198,7 @@ def test_tensors_in_shared_memory(triton: Any) -> None:
         shared_memory.destroy_shared_memory_region(target)
 
 
-def test_classification(triton: Any) -> None:
+def test_classification_returns_the_largest_values(triton: Any) -> None:
     ids = expected(triton)
     output = triton.module.InferRequestedOutput("output_ids", class_count=2)
     found = triton.client.infer("tensorrt_llm", inputs(triton.module), outputs=[output]).as_numpy(
@@ -212,7 +211,7 @@ def test_classification(triton: Any) -> None:
     assert texts == [f"{ids[index]}:{index}" for index in best]
 
 
-def test_request_ids_priorities_and_timeouts_are_taken(triton: Any) -> None:
+def test_request_ids_priorities_and_timeouts_are_accepted(triton: Any) -> None:
     answer = triton.client.infer(
         "tensorrt_llm", inputs(triton.module), request_id="mine", priority=1, timeout=30_000_000
     )
@@ -220,12 +219,12 @@ def test_request_ids_priorities_and_timeouts_are_taken(triton: Any) -> None:
     assert answer.as_numpy("output_ids").ravel().tolist() == expected(triton)
 
 
-def test_a_timeout_that_has_passed(triton: Any) -> None:
+def test_exceeded_timeout_is_an_error(triton: Any) -> None:
     with pytest.raises(InferenceServerException, match=r"[Tt]imeout"):
         triton.client.infer("tensorrt_llm", inputs(triton.module, 200), timeout=1)
 
 
-def test_statistics_count_what_was_asked(triton: Any) -> None:
+def test_statistics_count_the_requests(triton: Any) -> None:
     def successes() -> int:
         found = triton.json(triton.client.get_inference_statistics("tensorrt_llm"))
         return int(found["model_stats"][0]["inference_stats"]["success"].get("count", 0))
@@ -236,7 +235,7 @@ def test_statistics_count_what_was_asked(triton: Any) -> None:
     assert successes() == before + 3
 
 
-def test_traces_are_turned_on_and_off(triton: Any, places: Places) -> None:
+def test_tracing_is_switched_on_and_off(triton: Any, places: Places) -> None:
     def count() -> int:
         return len(list(places.trace_file.parent.glob("trace.json.*")))
 
@@ -259,14 +258,14 @@ def test_traces_are_turned_on_and_off(triton: Any, places: Places) -> None:
     assert count() == before + 1
 
 
-def test_log_settings(triton: Any) -> None:
+def test_log_settings_are_changed_and_restored(triton: Any) -> None:
     changed = triton.client.update_log_settings({"log_verbose_level": 1})
     assert "1" in str(triton.json(changed))
     restored = triton.client.update_log_settings({"log_verbose_level": 0})
     assert triton.json(restored) == triton.json(triton.client.get_log_settings())
 
 
-def test_metadata_and_configuration(triton: Any) -> None:
+def test_metadata_configuration_and_readiness(triton: Any) -> None:
     metadata = triton.json(triton.client.get_model_metadata("tensorrt_llm"))
     assert (metadata["name"], metadata["versions"]) == ("tensorrt_llm", ["1"])
     assert "input_ids" in [tensor["name"] for tensor in metadata["inputs"]]
@@ -288,8 +287,8 @@ def test_models_are_unloaded_and_loaded(triton: Any) -> None:
     assert "READY" in index
 
 
-def test_a_stream_over_grpc(places: Places) -> None:
-    """The blocking client's stream, with several requests in it at once."""
+def test_requests_of_a_grpc_stream_are_answered_in_order(places: Places) -> None:
+    """The blocking client sends several requests at once."""
     triton, arrived = Grpc(places), queue.Queue[Any]()
     wanted = expected(triton)
     triton.client.start_stream(lambda result, error: arrived.put((result, error)))

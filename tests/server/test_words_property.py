@@ -1,6 +1,4 @@
-"""Stop words end a text and bad words never come in it, for random tokens of every tokenizer that
-is served.
-"""
+"""Stop words end a text and bad words never appear, for random tokens of all served tokenizers."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import pytest
 import text_samples as samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pipeline_text import SpokenEngine, collect
+from test_pipeline_text import ScriptedEngine, collect
 
 from slipstream.engine.constraints.bad_words import BadTexts, Spelling
 from slipstream.server.engine_link.engine import TextRequest
@@ -30,7 +28,7 @@ def load(kind: str) -> Tokenizer:
 
 
 def piece_of(chance: random.Random, text: str) -> str:
-    """Some run of its characters, so that it is there; now and then with a letter that is not."""
+    """Return a random substring, sometimes with a letter appended that makes it absent."""
     start = chance.randrange(len(text))
     piece = text[start : start + chance.randrange(1, 6)]
     return piece + chance.choice(["", "", "", "q"])
@@ -57,10 +55,12 @@ def test_random_tokens_are_cut_at_random_stop_words(kind, seed, chunk):
         return
     stops = [piece_of(chance, whole) for _ in range(chance.randrange(1, 4))]
     deltas = [RequestOutput(tokens=ids[i : i + chunk]) for i in range(0, len(ids), chunk)]
-    engine = SpokenEngine([*deltas, RequestOutput(finish_reason="length")])
-    told = asyncio.run(collect(engine, TextRequest("x", stop_words=stops), kind))
-    assert "".join(delta.text for delta in told) == cut_at(whole, stops)
-    assert told[-1].finish_reason == ("stop" if any(stop in whole for stop in stops) else "length")
+    engine = ScriptedEngine([*deltas, RequestOutput(finish_reason="length")])
+    outputs = asyncio.run(collect(engine, TextRequest("x", stop_words=stops), kind))
+    assert "".join(delta.text for delta in outputs) == cut_at(whole, stops)
+    assert outputs[-1].finish_reason == (
+        "stop" if any(stop in whole for stop in stops) else "length"
+    )
 
 
 def allowed(mask: bytes, count: int) -> np.ndarray:
@@ -77,7 +77,7 @@ def spelling(kind: str) -> Spelling:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_bad_words_never_come_whatever_is_drawn(kind, seed):
+def test_bad_words_never_appear_in_random_samples(kind, seed):
     chance, tokenizer = random.Random(seed), load(kind)
     words = chance.sample(
         ["th", "e", "日本", "é", "ab", "aba", " ", "<", "dog", "the d", "o w", "👩‍👧"], 4
@@ -87,7 +87,7 @@ def test_bad_words_never_come_whatever_is_drawn(kind, seed):
         token for word in words for letter in word for token in tokenizer.encode(letter, False)
     ]
     tokens: list[int] = []
-    for _ in range(80):  # mostly letters of the words, so that they are always about to come
+    for _ in range(80):  # mostly letters of the words, so that words are often nearly complete
         choices = allowed(bad.mask(tokens), tokenizer.vocab_size)
         likely = [token for token in letters if token in choices]
         tokens.append(
@@ -100,8 +100,7 @@ def test_bad_words_never_come_whatever_is_drawn(kind, seed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_what_would_complete_a_word_is_forbidden(kind):
-    """What may not come is exactly what would put the word into the text."""
+def test_only_tokens_that_complete_a_bad_word_are_forbidden(kind):
     tokenizer, table = load(kind), spelling(kind)
     word = "the"
     bad = BadTexts(table, [word.encode()])
@@ -119,14 +118,14 @@ def test_only_what_would_complete_a_word_is_forbidden(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stop_word_that_is_a_special_token_ends_the_answer_there(kind):
-    """It leaves no trace in the text, so that the engine must end at the token."""
+def test_stop_word_that_is_a_special_token_becomes_an_end_id(kind):
+    """Special tokens are not in the text, so the engine must end at the token."""
     tokenizer = load(kind)
     marks = [(token, tokenizer.decode([token], False)) for token in sorted(tokenizer.special_ids)]
     marks = [(token, word) for token, word in marks if tokenizer.encode(word, False) == [token]]
     assert marks
     for token, word in marks:
-        engine = SpokenEngine([RequestOutput(finish_reason="length")])
+        engine = ScriptedEngine([RequestOutput(finish_reason="length")])
         asyncio.run(
             collect(engine, TextRequest("the dog", stop_words=["dog", word], ignore_end=True), kind)
         )
@@ -138,10 +137,10 @@ def test_a_stop_word_that_is_a_special_token_ends_the_answer_there(kind):
         assert engine.sampling.end_ids == ()
 
 
-def test_tokenizers_whose_tokens_have_neighbours_fall_back_to_their_likely_tokens():
+def test_tokenizers_with_context_dependent_texts_forbid_token_sequences():
     tokenizer = Tokenizer.load(samples.word_piece())
     assert tokenizer_vocabulary(tokenizer, tokenizer.vocab_size) is None
-    engine = SpokenEngine([RequestOutput(finish_reason="length")])
+    engine = ScriptedEngine([RequestOutput(finish_reason="length")])
     asyncio.run(collect(engine, TextRequest("the dog", bad_words=["dog"]), "word_piece"))
     assert engine.sampling.bad_texts == ()
     assert engine.sampling.bad_words

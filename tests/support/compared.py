@@ -1,4 +1,4 @@
-"""The requests that go to both servers, and their answers with what changes from run to run masked."""
+"""Requests that are sent to both servers, and their answers with varying values masked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from http_support import Answer, Connection, request_bytes
 
 REQUESTS = Path(__file__).parents[1] / "conformance" / "live_requests.jsonl"
 _NUMBERS = re.compile(rb'"(ns|count|last_inference|inference_count|execution_count)":\d+')
-_PLACE = re.compile(rb"(?<=At:\\n  )[^()]*/(?=\w+/\d+/model\.py)")  # the machine's part of a path
+_PLACE = re.compile(
+    rb"(?<=At:\\n  )[^()]*/(?=\w+/\d+/model\.py)"
+)  # folder of the machine in a path
 
 
 def requests() -> list[dict[str, Any]]:
@@ -24,7 +26,7 @@ def requests() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Shown:
-    """What two answers are compared by."""
+    """The parts of an answer that are compared."""
 
     status: int  # 0: the connection was closed without an answer
     content_type: str | None = None

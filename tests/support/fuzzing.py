@@ -1,5 +1,6 @@
-"""Damaged requests for a whole server, which must go on answering, also a stream that runs
-meanwhile, and whose memory must not grow.
+"""Sends damaged requests to a server and checks that it keeps answering.
+
+A concurrent stream must not be disturbed, and the server's memory must not grow.
 """
 
 from __future__ import annotations

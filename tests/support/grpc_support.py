@@ -71,7 +71,7 @@ MAKERS: dict[str, Any] = {
     "seq": Same,
     "raw1": Same,
 }
-del MAKERS["ens"]  # an ensemble like any other
+del MAKERS["ens"]  # served as an ordinary ensemble
 
 
 def model_names() -> set[str]:
@@ -233,7 +233,7 @@ def fails(client: Client, name: str) -> None:
 
 
 def comparable(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    if name == "grpc-infer-params":  # the order of a request's parameters means nothing
+    if name == "grpc-infer-params":  # the order of parameters is arbitrary
         text = json.loads(base64.b64decode(found["raw_output_contents"][0])[4:])
         contents = [{**text, "params": json.loads(text["params"])}]
         return {**found, "raw_output_contents": contents}

@@ -35,7 +35,7 @@ class FakeClock:
         return timer
 
     def advance(self, seconds: float) -> None:
-        """Move the time and call what is due on the way."""
+        """Move the time and call the timers that are due."""
         end = self.now + seconds
         while due := [timer for timer in self.timers if not timer.cancelled and timer.when <= end]:
             timer = min(due, key=lambda timer: timer.when)

@@ -1,6 +1,4 @@
-"""A real server on a loopback port, and a client that shows the bytes: status line, headers, chunk
-by chunk.
-"""
+"""An HTTP server on a loopback port, and a client that returns status line, headers and chunks."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ class RunningServer:
 def wait_until(condition: Any, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "the condition was not met in time"
         time.sleep(0.005)
 
 

@@ -1,4 +1,4 @@
-"""Random JSON schemas that bound every answer, so that one that obeys them comes to an end."""
+"""Random JSON schemas that bound the length of every valid answer."""
 
 from __future__ import annotations
 

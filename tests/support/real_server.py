@@ -1,4 +1,4 @@
-"""A real server over a real engine, in processes of its own, on ports that were free."""
+"""A real server with a real engine, in its own processes, on free ports."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from slipstream.repository.releases.render import render_template
 from slipstream.repository.releases.tables import list_models
 
 ROOT = Path(__file__).parents[2]
-# Room for every request of a test at once. By default an engine takes 512 MiB, and up to a second
-# to zero them.
+# Room for all requests of a test at once. The default cache of 512 MiB takes up to a second to
+# clear.
 CACHE_TOKENS = 16384
 _STARTED = re.compile(
     r"\] Started (GRPCInferenceService|HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)"
@@ -31,9 +31,7 @@ def build_engine(model: Path, engine: Path, *flags: str) -> Path:
 
 
 def write_repository(folder: Path, kind: str, release: str, engine: Path, **values: str) -> Path:
-    """The templates of a release, filled with the engine and `values`; but for the cache the
-    rest means defaults.
-    """
+    """Write the templates of a release, filled with the engine, a small cache and `values`."""
     given = {"engine_dir": str(engine), "max_tokens_in_paged_kv_cache": str(CACHE_TOKENS), **values}
     for model in list_models(kind, release):
         write_model(folder / model, render_template(kind, model, release), given)
@@ -46,7 +44,7 @@ def write_model(folder: Path, template: str, values: Mapping[str, str]) -> None:
 
 
 def limit_cache(repository: Path, tokens: int = CACHE_TOKENS) -> None:
-    """Let the engine of a repository that was written for it cache no more."""
+    """Set the cache size of the engine in a repository that has none."""
     config = repository / "tensorrt_llm" / "config.pbtxt"
     unset = 'max_tokens_in_paged_kv_cache" value { string_value: "'
     text = config.read_text()
@@ -56,10 +54,10 @@ def limit_cache(repository: Path, tokens: int = CACHE_TOKENS) -> None:
 
 class RealServer:
     def __init__(self, repository: Path, folder: Path, *command: str) -> None:
-        """`command`: what to start instead of `slipstream start`, its ports as flags with a dash."""
+        """Start the server. `command` replaces `slipstream start`; port flags are appended to it."""
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "server.log"
-        # 32 bits: which rows are computed together then shows in no answer
+        # in float32 an answer does not depend on the other rows of its batch
         program = command or (
             "-m",
             "slipstream.cli.main",

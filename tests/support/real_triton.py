@@ -1,7 +1,7 @@
-"""The real Triton server, where there is one: found, started on a repository, stopped.
+"""Finds an installed Triton server, starts it on a repository and stops it.
 
-`nvidia-pytriton` brings the server and the Python backend, but not together: the backend needs the
-stub for the Python it is to run, in a folder of backends that is put together here.
+`nvidia-pytriton` has the server and the Python backend in separate places. The backend also needs
+the stub of its Python version. This module assembles a folder of backends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VARIABLE = "TRITONSERVER"
 
 
 def find_tritonserver() -> Path | None:
-    """The binary that $TRITONSERVER names, or the one in an installed nvidia-pytriton."""
+    """Return the binary that $TRITONSERVER names, or that of an installed nvidia-pytriton."""
     if given := os.environ.get(VARIABLE):
         return Path(given)
     found = importlib.util.find_spec("pytriton")
@@ -43,7 +43,7 @@ def free_ports(count: int) -> list[int]:
 def triton_command(
     binary: Path, repository: Path, folder: Path, ports: Sequence[int], *options: str
 ) -> tuple[list[str], dict[str, str]]:
-    """How to start it, and in which environment. `ports`: HTTP, gRPC, metrics."""
+    """Return the command line and its environment. `ports` are those of HTTP, gRPC and metrics."""
     names = ("--http-port", "--grpc-port", "--metrics-port")
     command = [str(binary), f"--model-repository={repository}", *options]
     command += [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
@@ -111,7 +111,7 @@ class RealTriton:
 
 
 def _backends(backends: Path, stubs: Path, packages: Path, folder: Path) -> Path:
-    """A folder with the Python backend and the stub for the Python that the packages belong to."""
+    """Return a folder with the Python backend and the stub for the Python of the packages."""
     version = (
         packages.parent.name.removeprefix("python")
         if "python" in packages.parent.name

@@ -1,6 +1,4 @@
-"""The small models behind the recordings, written against this server: they do what `golden/repos`
-did.
-"""
+"""The small models of the recordings, implemented for this server."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def first(request: InferRequest, name: str = "text_input") -> str:
 
 
 class EchoWords(RecordedModel):
-    """The words of text_input, at most max_tokens of them; an answer a word when it streams."""
+    """Returns the words of text_input, at most max_tokens, with one response per word in a stream."""
 
     async def answers(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         words = request.inputs["text_input"].text().split()
@@ -78,7 +76,7 @@ class EchoWords(RecordedModel):
                 Tensor.from_values(tensor.name, "FP32", (1,) * (1 + len(tensor.dims)), [0.0])
                 for tensor in self.config.outputs[1:]
             ]
-            # `llm_bls` ends apart from its answers, as upstream's BLS models do.
+            # `llm_bls` sends its end separately, like upstream's BLS models.
             yield InferResponse(
                 [*text(piece).outputs, *zeros],
                 final=self.config.name != "llm_bls" and piece is last,
@@ -153,7 +151,7 @@ class SlowOnce(RecordedModel):
 
 
 class EchoThenErrors(ErrorsOnDemand):
-    """The ensemble `ens`: echo, then errors on demand. An error ends it."""
+    """The ensemble `ens`: echo, then errors on demand. An error ends the request."""
 
     async def answers(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         for response in self.script(first(request)):

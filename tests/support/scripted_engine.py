@@ -1,9 +1,8 @@
-"""An engine without a model, for tests of what stands around it. Run as a script it is an engine
-process.
+"""An engine without a model, for tests of the server. Run as a script it is an engine process.
 
-Each request gets its last known token + 1, one a step, until `max_tokens`. `sampling.seed` is how
-many milliseconds each step takes at least (a seed over 10,000 is one that the server drew). A first
-prompt token of 900 and above is an order, and the name of the engine folder says how starting goes.
+Each step appends the last token + 1 to every request, until `max_tokens`. `sampling.seed` is the
+minimum duration of a step in milliseconds; seeds over 10,000 are random ones of the server. A first
+prompt token of 900 or more is an order. The name of the engine folder selects how the start fails.
 """
 
 from __future__ import annotations
@@ -20,7 +19,11 @@ from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.process import run
 
-RAISE, HANG, DIE, REFUSE, SPARED = 900, 901, 902, 903, 904
+RAISE = 900
+HANG = 901
+DIE = 902
+REFUSE = 903
+COUNT_FROZEN_OBJECTS = 904
 
 
 @dataclass
@@ -57,7 +60,7 @@ class ScriptedLoop:
         if request.prompt[0] == REFUSE:
             self.outputs.errors[request.request_id] = "refused by order"
             self._add_output(request.request_id, [], "error")
-        elif request.prompt[0] == SPARED:
+        elif request.prompt[0] == COUNT_FROZEN_OBJECTS:
             self._add_output(request.request_id, [gc.get_freeze_count()], "length")
         else:
             self.running[request.request_id] = _Running(request, request.prompt[-1])
@@ -122,8 +125,9 @@ class ScriptedLoop:
 
 
 def start_scripted(engine_folder: str, settings: EngineSettings) -> ScriptedLoop:
-    """`bad…` is refused, `slow…` never gets ready, `once…` starts only while no file of that name
-    exists.
+    """Start the engine as the name of its folder says.
+
+    `bad…` is refused, `slow…` never becomes ready, and `once…` starts only the first time.
     """
     name = Path(engine_folder).name
     if name.startswith("bad"):

@@ -1,4 +1,4 @@
-"""The package's source as syntax trees, for tests of what it may and may not say."""
+"""The package's source as syntax trees, for tests of its rules."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ class SourceFile:
 
     @property
     def package(self) -> list[str]:
-        """The package a relative import starts from: ["slipstream", "engine"] for any file of
-        engine/.
-        """
+        """Return the parts of the file's package, such as ["slipstream", "engine"]."""
         return list(self.path.relative_to(ROOT).parent.parts)
 
     @cached_property
@@ -37,7 +35,7 @@ class SourceFile:
         return list(ast.walk(self.tree))
 
     def imports(self) -> Iterator[tuple[int, str]]:
-        """(line, module) of every import, those inside functions as well."""
+        """Return (line, module) of every import, also those inside functions."""
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -54,7 +52,7 @@ class SourceFile:
 
 
 def source(text: str, name: str = "slipstream/server/example.py") -> SourceFile:
-    """A file that exists nowhere, to try a rule on."""
+    """Return a file with this text, which need not exist on disk."""
     return SourceFile(ROOT / name, text)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizer folders of every kind, trained on the spot, and texts to try them on."""
+"""Tokenizer folders of every kind, trained for the tests, and sample texts."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ texts = st.one_of(
     ).map("".join),
 )
 
-# Without what reads as an added token, and without the character that SentencePiece writes for a
-# space.
+# Without texts of added tokens, and without the character that SentencePiece uses for a space.
 plain_texts = texts.map(lambda text: text.replace("<", "").replace("▁", ""))
 
 
@@ -63,8 +62,9 @@ def _root() -> Path:
 
 
 def write_folder(name: str, tokenizer: Tokenizer | None = None, **files: Any) -> Path:
-    """Keyword arguments are files: `config` is tokenizer_config.json, the rest go by their name
-    with `_json`.
+    """Write a tokenizer folder. Keyword arguments are the contents of further files.
+
+    `config` is tokenizer_config.json. Other names have `_json` in place of `.json`.
     """
     folder = _root() / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 @functools.cache
 def byte_level() -> Path:
-    """As GPT-2, Llama 3 and Qwen have it."""
+    """Return a byte-level tokenizer like those of GPT-2, Llama 3 and Qwen."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
@@ -124,7 +124,7 @@ def _merged_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 @functools.cache
 def llama2_json() -> Path:
-    """tokenizer.json as Llama 2 has it: few characters known, all others as byte tokens."""
+    """Return a tokenizer.json like that of Llama 2, with byte tokens for unknown characters."""
     vocabulary, merges = _merged_vocabulary()
     model = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
@@ -196,7 +196,7 @@ def sentencepiece_unigram() -> Path:
 
 @functools.cache
 def metaspace_unigram() -> Path:
-    """Unigram without bytes and with the plain Metaspace decoder, as T5 has it."""
+    """Return a Unigram tokenizer like that of T5, with the plain Metaspace decoder and no bytes."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -226,7 +226,7 @@ def word_piece() -> Path:
 
 @functools.cache
 def words() -> Path:
-    """No decoder at all: tokens are joined by spaces."""
+    """Return a tokenizer without a decoder, whose tokens are joined by spaces."""
     vocabulary = {
         word: i for i, word in enumerate(["[UNK]", *sorted({w for t in CORPUS for w in t.split()})])
     }
@@ -235,7 +235,7 @@ def words() -> Path:
     return write_folder("words", tokenizer, config={})
 
 
-# Those of the model families that Slipstream serves, then decoders that are only met elsewhere.
+# Tokenizers of the model families that Slipstream serves, then other kinds of decoders.
 SERVED: dict[str, Callable[[], Path]] = {
     "byte_level": byte_level,
     "gpt2_files": gpt2_files,

@@ -21,9 +21,7 @@ def save_adapter(
     seed: int = 1,
     **options: Any,
 ) -> Any:
-    """Save an adapter that changes most outputs of the model; return the model with the adapter
-    merged in.
-    """
+    """Save an adapter that changes most outputs. Return the model with the adapter merged."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(

@@ -1,6 +1,4 @@
-"""A tiny random Llama, built as any model is, with a tokenizer whose words are the numbers of its
-vocabulary.
-"""
+"""An engine of a tiny random Llama with a tokenizer whose words are its token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ POSITIONS = 256
 
 
 def build_tiny_engine(folder: Path) -> Path:
-    """Makes `folder/model` and `folder/engine`; the engine's folder."""
+    """Write `folder/model` and `folder/engine`. Return the folder of the engine."""
     source = folder / "model"
     source.mkdir(parents=True)
     config = {

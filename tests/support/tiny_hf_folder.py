@@ -23,7 +23,7 @@ def save_model(folder: Path, family: str = "llama", **options: Any) -> Path:
     sizes = (
         {"n_positions": POSITIONS} if family == "gpt2" else {"max_position_embeddings": POSITIONS}
     )
-    # an end token is never likely, so answers have the requested length
+    # the end token is unlikely, so answers have the requested length
     options.setdefault("tie_word_embeddings", False)
     config = config_of(
         family, vocab_size=VOCABULARY, bos_token_id=BEGIN, eos_token_id=END, **sizes, **options

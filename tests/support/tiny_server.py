@@ -1,5 +1,4 @@
-"""A whole server around the scripted engine. Run as a script it is the `slipstream` command with
-that engine.
+"""A whole server with the scripted engine. Run as a script it is `slipstream` with that engine.
 
 The tokenizer knows the words "0" to "999" by their numbers, so the answer to "5" is "6 7 8 …".
 """
@@ -61,8 +60,7 @@ def make_repository(folder: Path, engine_name: str = "fine") -> Path:
 class TinyServer:
     """`slipstream start` on free ports, in a process of its own.
 
-    `close_seconds` takes the place of the time that connections are kept open for those who only
-    listen.
+    `close_seconds` replaces the time for which connections of inactive clients are kept at exit.
     """
 
     def __init__(
@@ -156,14 +154,14 @@ def is_running(process_id: int) -> bool:
 def wait_for(condition, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "what was waited for did not happen"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.01)
 
 
 def main() -> None:
     from slipstream.server.engine_link import child as engine_child
 
-    # before anyone reads it
+    # before it is first read
     engine_child.ENGINE_COMMAND = (sys.executable, str(HERE / "scripted_engine.py"))
     from slipstream.cli.main import main as slipstream
 

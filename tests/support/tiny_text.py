@@ -1,6 +1,4 @@
-"""A repository around a tiny byte-level tokenizer and an engine that repeats its prompt: real text,
-no weights.
-"""
+"""A repository with a byte-level tokenizer and an engine that repeats its prompt, no weights."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ MAX_TOKENS = 4096
 
 
 def write_engine_folder(folder: Path, max_batch_size: int = 64) -> Path:
-    """An engine folder with a tokenizer and no weights: enough for everything but an engine."""
+    """Write an engine folder with a tokenizer and no weights, for tests without a real engine."""
     folder.mkdir(parents=True)
     spec = ModelSpec(
         architecture="LlamaForCausalLM",
@@ -69,9 +67,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_recorded_repository(folder: Path, engine: Path) -> Path:
-    """The models whose answers are recorded: those that an import writes, but for the input that
-    upstream has not.
-    """
+    """Write the recorded models: those of an import, without the input that upstream lacks."""
     for model in write_repository(folder, "tensorrt_llm_bls", engine, engine, 64):
         config = model / "config.pbtxt"
         lines = config.read_text().splitlines(keepends=True)
@@ -129,7 +125,7 @@ class EchoedRequest:
 
 
 class EchoEngine:
-    """Repeats the prompt (without <s>) for max_tokens tokens, one a step, and records requests."""
+    """Repeats the prompt (without <s>) for max_tokens tokens, one per step, and records requests."""
 
     def __init__(self, delay: float = 0.0) -> None:
         self.info: EngineInfo | None = EngineInfo(
