@@ -210,7 +210,7 @@ async def test_leaving_a_stream_early_frees_its_blocks(llm):
             await asyncio.sleep(0.01)
 
 
-def test_a_prompt_that_is_too_long_is_refused_by_its_index(llm):
+def test_a_prompt_over_the_input_limit_is_refused_and_output_is_clipped(llm):
     with pytest.raises(
         PromptError, match=r"Prompt length \(300\) exceeds maximum input length \(255\)\."
     ):

@@ -88,12 +88,13 @@ async def progress(opened: Opened) -> str:
 
 async def standstill(opened: Opened) -> str:
     """Return the model's progress once it sends nothing more, while one of its requests is blocked."""
-    before = ""
+    unchanged = 0
     now = await progress(opened)
-    while before != now or now.startswith("0 "):
-        await asyncio.sleep(0.1)
+    while unchanged < 10 or now.startswith("0 "):
+        await asyncio.sleep(0.05)
         before = now
         now = await progress(opened)
+        unchanged = unchanged + 1 if before == now else 0
     return now
 
 

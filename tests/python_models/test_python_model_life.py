@@ -302,9 +302,13 @@ class TritonPythonModel:
         pb_utils.Logger.log_warn("take care")
     def execute(self, requests): return []
 """
-    async with open_models(write_model(tmp_path, "talker", code), "talker"):
-        await asyncio.sleep(0.05)
-    lines = capsys.readouterr().err.splitlines()
+    logged = ""
+    texts = ("plain output", "an error line", "take care")
+    async with open_models(write_model(tmp_path, "talker", code), "talker"), asyncio.timeout(20):
+        while not all(f"] {text}\n" in logged for text in texts):
+            await asyncio.sleep(0.01)
+            logged += capsys.readouterr().err
+    lines = logged.splitlines()
     assert [
         line for line in lines if line.startswith("I") and line.endswith("talker_0] plain output")
     ]

@@ -70,11 +70,20 @@ def test_requests_of_a_closed_event_loop_are_cancelled(engine, loop):
     assert (loop.cancelled, len(loop.running), engine.outstanding) == (1, 0, 0)
 
 
-async def test_an_idle_engine_runs_no_steps(engine, loop):
+async def test_an_idle_engine_waits_for_messages_and_runs_no_steps(engine, loop, monkeypatch):
+    waits = []
+    wait = engine._link.wait
+    monkeypatch.setattr(
+        engine._link, "wait", lambda seconds: waits.append(seconds) or wait(seconds)
+    )
     await collect(submit(engine, [1], SamplingParams(max_tokens=3)))
+    async with asyncio.timeout(30):
+        while not waits or waits[-1] is not None:  # None waits without a limit
+            await asyncio.sleep(0.01)
     steps = loop.steps
-    await asyncio.sleep(0.3)
-    assert loop.steps == steps
+    count = len(waits)
+    await asyncio.sleep(0.1)
+    assert (loop.steps, len(waits)) == (steps, count)
 
 
 async def test_failed_step_fails_all_requests_with_the_reason_and_refuses_new_ones(engine, capfd):
