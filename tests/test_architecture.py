@@ -273,7 +273,7 @@ def unreadable_annotations(file: SourceFile) -> list[str]:
 
 
 def test_triton_kernels_are_annotated_with_constexpr_only():
-    """The compiler evaluates annotations, and knows no global names such as `Any`."""
+    """The compiler evaluates annotations, and cannot resolve global names such as `Any`."""
     assert [found for file in FILES for found in unreadable_annotations(file)] == []
 
 

@@ -101,7 +101,7 @@ def test_the_package_executes_no_data_and_hides_no_failure():
         "try:\n    work()\nexcept (OSError, Exception):\n    ...",
     ],
 )
-def test_each_rule_finds_what_it_forbids(text):
+def test_forbidden_code_is_found(text):
     assert problems(source(text)) != []
 
 

@@ -255,7 +255,7 @@ async def test_number_of_chunks_is_bounded(chunks: int) -> None:
     assert client.transport.closed is (chunks == 4)
 
 
-async def test_body_is_not_read_before_the_handler_asks_for_it() -> None:
+async def test_body_is_not_read_before_the_handler_reads_it() -> None:
     ask = asyncio.Event()
 
     async def handler(exchange: Exchange) -> None:

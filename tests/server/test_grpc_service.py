@@ -185,7 +185,7 @@ async def test_the_last_token_carries_the_final_flag(served, model):
         } == {(model, "1", "t")}
 
 
-async def test_a_bls_model_ends_with_an_empty_final_only_when_asked(served):
+async def test_a_bls_model_sends_an_empty_final_response_only_on_request(served):
     plain = await ask_blocking(served.address, MODEL, text_inputs(), False)
     assert not any(finals(plain))
     assert texts(plain) == "6 7 8"

@@ -1,4 +1,4 @@
-"""Limits of one gRPC stream, and its end when the client leaves."""
+"""Limits of one gRPC stream, and its end when the client disconnects."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -102,7 +102,7 @@ def lines(capfd):
 
 
 class Leaving:
-    """A call whose client sends requests and leaves before it is answered."""
+    """A call whose client sends requests and disconnects before it is answered."""
 
     metadata = ()
 
@@ -118,7 +118,7 @@ class Leaving:
 
     async def __anext__(self):
         if not self.sent:
-            await asyncio.sleep(0)  # lets the answering tasks run first
+            await asyncio.sleep(0)  # the tasks that answer run first
             raise StopAsyncIteration
         return self.sent.pop(0)
 
@@ -154,7 +154,7 @@ async def test_clients_that_disconnect_during_errors_log_nothing(tmp_path, capfd
 
 @asynccontextmanager
 async def run_handler_after_disconnect(after, transport="core"):
-    """Run a handler that calls `after` when its client has left, and record the result."""
+    """Run a handler that calls `after` when its client has disconnected, and record the result."""
     seen = SimpleNamespace(begun=asyncio.Event(), ended=asyncio.Event(), result=None)
 
     async def handle(call):
@@ -190,7 +190,7 @@ async def leave(how, server, call):
 
 
 @pytest.mark.parametrize("how", ["client", "server"])
-async def test_a_call_whose_client_left_yields_no_messages(how, monkeypatch):
+async def test_a_call_of_a_disconnected_client_yields_no_messages(how, monkeypatch):
     async def read_on(call):
         monkeypatch.setattr(CoreStreamCall, "_start", lambda *operation: started.append(operation))
         async with asyncio.timeout(5):
@@ -207,7 +207,7 @@ async def test_a_call_whose_client_left_yields_no_messages(how, monkeypatch):
 @pytest.mark.parametrize(
     ("how", "transport"), [("client", "core"), ("server", "core"), ("client", "aio")]
 )
-async def test_writing_to_a_call_whose_client_left_logs_nothing(how, transport, capfd):
+async def test_writing_to_a_call_of_a_disconnected_client_logs_nothing(how, transport, capfd):
     async def write_on(call):
         await call.write(b"an error")
 

@@ -145,7 +145,7 @@ async def test_the_engine_model_follows_a_guide(engine_folder, tmp_path):
     assert json.loads(tokenizer.decode(answer.outputs[0].values())) in ({"n": 1}, {"n": 2})
 
 
-def test_bad_words_are_never_generated_however_they_are_tokenized(port):
+def test_bad_words_are_never_generated_in_any_tokenization(port):
     """Every token of this model is one letter."""
     plain = generate(port, "ensemble", end_id=-1)["text_output"]
     word = plain[10:14]

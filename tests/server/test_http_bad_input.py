@@ -1,4 +1,4 @@
-"""Bad input gets the recorded status and text, and does not disturb streams that run beside it."""
+"""Bad input gets the recorded status and text, and does not disturb concurrent streams."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def check(port: int, bad: Bad) -> None:
 
 
 def test_bad_input_gets_its_error_and_does_not_disturb_a_stream(stage: Stage) -> None:
-    """A stream that runs beside the whole table is the same as on an idle server."""
+    """A stream during all bad requests is the same as on an idle server."""
     quiet = canary(stage.port)
     disturbed: list[list[bytes]] = []
     thread = threading.Thread(target=lambda: disturbed.append(canary(stage.port)))

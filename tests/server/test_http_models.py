@@ -100,10 +100,8 @@ def test_prompt_precedes_the_text_unless_it_is_excluded(start: Start, model: str
     server = start(exclude_input_in_output="false")
     assert server.generate(model, text_input="abc", max_tokens=2)["text_output"] == "abcab"
     pieces = server.stream(model, text_input="abc", max_tokens=2, stream=True)
-    assert [piece["text_output"] for piece in pieces] == [
-        "a",
-        "b",
-    ]  # a stream never holds the prompt
+    # a stream never contains the prompt
+    assert [piece["text_output"] for piece in pieces] == ["a", "b"]
     once = server.stream(model, text_input="abc", max_tokens=2, stream=False)
     assert [piece["text_output"] for piece in once] == ["abcab"]
 
@@ -212,7 +210,7 @@ def test_end_token_is_not_in_the_output(start: Start) -> None:
     assert (answer["output_ids"], answer["sequence_length"]) == (ids[0], 1)
 
 
-def test_prompt_over_the_engines_own_input_length_is_refused(start: Start, tmp_path: Path) -> None:
+def test_prompt_over_the_engines_input_length_is_refused(start: Start, tmp_path: Path) -> None:
     server = start()
     config = json.loads((tmp_path / "engine" / "config.json").read_text())
     config["build_config"]["max_input_len"] = 4

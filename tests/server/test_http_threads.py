@@ -23,7 +23,7 @@ from slipstream.server.services import create_app
 from slipstream.server.text.threads import LONG_TEXT_CHARS
 
 
-def test_region_that_is_unregistered_while_a_thread_reads_it_is_unknown(
+def test_region_unregistered_while_a_thread_reads_it_is_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory = SharedMemory(allowed=True)

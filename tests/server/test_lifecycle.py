@@ -127,11 +127,11 @@ def test_the_printed_curl_command_works(steady):
 
 
 def test_the_start_time_is_printed(steady):
-    told = next(line for line in steady.lines if line.startswith("Ready:"))
+    reported = next(line for line in steady.lines if line.startswith("Ready:"))
     found = re.fullmatch(
-        r"Ready: +in ([\d.]+) s: ([\d.]+) s to load, ([\d.]+) s for all else", told
+        r"Ready: +in ([\d.]+) s: ([\d.]+) s to load, ([\d.]+) s for all else", reported
     )
-    assert found, told
+    assert found, reported
     whole, loading, rest = map(float, found.groups())
     assert whole > 0
     assert whole == pytest.approx(loading + rest)
@@ -185,7 +185,7 @@ def test_killing_the_server_ends_the_engine(serve):
     )  # the file of the socket is removed once both ends are connected
 
 
-def test_a_killed_engine_fails_its_streams_with_the_reason_and_comes_back(serve):
+def test_a_killed_engine_fails_its_streams_with_the_reason_and_is_restarted(serve):
     server = serve().wait_started()
     stream = Stream(server, "1", 2000, 20).wait_begun()
     first = server.engine_process()

@@ -47,7 +47,7 @@ def test_lines_have_the_format_of_triton() -> None:
     )
 
 
-def test_a_line_goes_to_stderr_with_the_place_of_the_caller(
+def test_a_line_on_stderr_has_the_source_line_of_the_caller(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     logger.warning("look here")

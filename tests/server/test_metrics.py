@@ -1,4 +1,4 @@
-"""The metrics port: Triton's names, and values that equal what happened."""
+"""The metrics port: Triton's names, and values that match the requests."""
 
 import asyncio
 import json

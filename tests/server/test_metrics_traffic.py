@@ -49,7 +49,7 @@ class Driver:
 
     def nvmlDeviceGetEnforcedPowerLimit(self, handle, found):
         found._obj.value = 700_000
-        return 0 if handle.value == 1 else 3  # the second one does not know
+        return 0 if handle.value == 1 else 3  # the second GPU does not support it
 
     energy = 5_000_000
 
@@ -75,7 +75,7 @@ PROMPT = list(range(2, 70))
 
 
 class Traffic:
-    """Sends requests and counts what the client sees."""
+    """Sends requests and counts the responses."""
 
     def __init__(self):
         self.successes = self.errors = self.refused = self.cancelled = self.tokens = (
@@ -171,12 +171,12 @@ async def test_metrics_equal_the_counts_of_the_client(stack):
 
 
 class Replay:
-    """Replays a trace of concurrent requests and counts what the client sees."""
+    """Replays a trace of concurrent requests and counts the responses."""
 
     def __init__(self, stack, seed):
         chance = random.Random(seed)
         self._stack = stack
-        self._arrivals = []  # when, which prompt, how many tokens, what happens to it
+        self._arrivals = []  # (time, prompt, number of tokens, outcome)
         for _ in range(40):
             prompt = [chance.randrange(2, 90) for _ in range(chance.randrange(1, 60))]
             fate = chance.choices(("stream", "once", "error", "leave"), (5, 3, 1, 1))[0]

@@ -97,7 +97,7 @@ async def serving(folder: Path) -> AsyncIterator[int]:
 
 async def record_second_request(folder: Path, **fields: object) -> tuple[Recording, bytes]:
     """Stream a request twice over one connection. Record the second, when all is set up."""
-    # the seed makes each step of the scripted engine take 20 ms, so that tokens come one by one
+    # the seed makes each step of the scripted engine take 20 ms, so that tokens arrive one by one
     given = {"text_input": "5", "max_tokens": 5, "stream": True, "seed": 20, **fields}
     body = json.dumps(given)
     head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: localhost\r\n"

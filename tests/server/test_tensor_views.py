@@ -160,7 +160,7 @@ def test_a_large_tensor_reaches_a_model_process_without_a_copy() -> None:
     assert given[1].as_numpy().tolist() == [1, 2, 3]
 
 
-def test_a_large_tensor_comes_back_from_a_model_process_without_a_copy() -> None:
+def test_a_large_tensor_is_returned_by_a_model_process_without_a_copy() -> None:
     output = ModelTensor("o_fp32", NUMBERS.reshape(2, -1))
     answer = Executed([Response(1, ResponseFrame([output.frame()]), True)])
     pieces = encode(answer)

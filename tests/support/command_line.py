@@ -1,4 +1,4 @@
-"""Runs a command line of `slipstream` in this process and keeps what it prints."""
+"""Runs a command line of `slipstream` in this process and keeps its output."""
 
 from __future__ import annotations
 

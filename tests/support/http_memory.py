@@ -46,7 +46,7 @@ class FakeClock:
 
 
 class FakeTransport(asyncio.Transport):
-    """Keeps what is written to it."""
+    """Keeps the written bytes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ class RecordedModel(ServedModel):
     def __init__(self, model: RepositoryModel, version: int) -> None:
         self.config: ModelConfig = model.config
         self.version = version
-        self.cancelled: list[str] = []  # ids of the requests whose client left
+        self.cancelled: list[str] = []  # ids of requests whose client disconnected
 
     @property
     def decoupled(self) -> bool:

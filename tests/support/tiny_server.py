@@ -1,6 +1,6 @@
 """A whole server with the scripted engine. Run as a script it is `slipstream` with that engine.
 
-The tokenizer knows the words "0" to "999" by their numbers, so the answer to "5" is "6 7 8 …".
+The words "0" to "999" are the tokens 0 to 999, so the answer to "5" is "6 7 8 …".
 """
 
 from __future__ import annotations
