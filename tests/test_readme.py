@@ -93,7 +93,7 @@ def test_links_name_existing_files(document):
 
 
 def test_the_command_line_reference_is_up_to_date():
-    """Write it with: python -m slipstream.cli.reference > docs/reference/cli.md"""
+    """Run `python docs/generate.py` when this fails."""
     assert (ROOT / "docs" / "reference" / "cli.md").read_text("utf-8") == render_reference()
 
 

@@ -1,6 +1,6 @@
 """The command-line reference as Markdown, generated from the parsers.
 
-`python -m slipstream.cli.reference > docs/reference/cli.md` writes the page of the docs.
+`python docs/generate.py` writes it to docs/reference/cli.md.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from slipstream.cli.compat import tritonserver_flags
 _WIDTH = 100
 _INTRODUCTION = """# Command-line reference
 
-This page is generated from the parsers of the commands. Every command prints the same with `-h`.
-Long options are accepted with `-` or `_`, as `--x v` or `--x=v`. A unique prefix is enough, except
-for `tritonserver`.
+`python docs/generate.py` writes this page from the parsers of the commands. Every command prints
+the same with `-h`. Long options are accepted with `-` or `_`, as `--x v` or `--x=v`. A unique
+prefix is enough, except for `tritonserver`.
 """
 
 
@@ -84,11 +84,3 @@ def _value(action: argparse.Action) -> str:
 def _help_text(action: argparse.Action) -> str:
     text = (action.help or "") % {"default": action.default}
     return text.replace("<", "&lt;").replace("*", "\\*")
-
-
-def main() -> None:
-    print(render_reference(), end="")
-
-
-if __name__ == "__main__":
-    main()

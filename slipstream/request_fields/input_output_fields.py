@@ -211,7 +211,7 @@ _CACHE_AND_ADAPTERS = (
         "BYTES",
         None,
         "Name of an adapter folder.",
-        note="see Adapters",
+        note="see [Adapters](adapters.md)",
         by_parameter=True,
     ),
     Field(
@@ -228,7 +228,7 @@ _CACHE_AND_ADAPTERS = (
         "FP16",
         None,
         "Weights of an adapter. FP32 and BF16 are accepted, too.",
-        note="see Adapters",
+        note="see [Adapters](adapters.md)",
         bls=True,
     ),
     Field(
@@ -236,7 +236,7 @@ _CACHE_AND_ADAPTERS = (
         "INT32",
         None,
         "Module, layer and rank of each row of `lora_weights`.",
-        note="see Adapters",
+        note="see [Adapters](adapters.md)",
         bls=True,
     ),
 )

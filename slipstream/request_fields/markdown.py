@@ -1,6 +1,6 @@
 """The documentation page of the request fields, docs/request-fields.md.
 
-`python -m slipstream.request_fields.markdown > docs/request-fields.md` writes it.
+`python docs/generate.py` writes it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from slipstream.request_fields.field import (
 )
 from slipstream.request_fields.table import FIELDS, GROUPS
 
-COMMAND = "python -m slipstream.request_fields.markdown > docs/request-fields.md"
-
-_INTRODUCTION = f"""# Request fields
+_INTRODUCTION = """# Request fields
 
 These are the fields of a generation request. The same fields are tensors on Triton's HTTP and gRPC
 protocols, keys of OpenAI's routes, and options of `slipstream.LLM`; the names may differ (see
@@ -30,11 +28,7 @@ protocols, keys of OpenAI's routes, and options of `slipstream.LLM`; the names m
 A model takes the inputs that its `config.pbtxt` declares. Fields marked \\* may also be sent as
 request parameters, to models that do not declare them.
 
-This page is generated from `slipstream/request_fields/`:
-
-```
-{COMMAND}
-```
+`python docs/generate.py` writes this page from `slipstream/request_fields/`.
 """
 
 _NAMES = """
@@ -147,7 +141,3 @@ def _codes(names: Iterable[str]) -> str:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-if __name__ == "__main__":
-    print(page(), end="")

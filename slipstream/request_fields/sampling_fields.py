@@ -253,7 +253,7 @@ _TOKEN_CHOICE = (
         "guided_decoding_guide_type",
         "BYTES",
         None,
-        "Kind of grammar that the completion follows. See Guided answers.",
+        "Kind of [grammar](requests.md#guided-decoding) that the completion follows.",
         note="json, json_schema, regex, …",
         default_note="none",
         llm="guide_type",
@@ -305,7 +305,7 @@ _SEQUENCES = (
         "early_stopping",
         "INT32",
         Range(-LARGEST_INT, LARGEST_INT),
-        "When a beam search ends. See Several answers to one prompt.",
+        "When a [beam search](requests.md#several-answers-to-one-prompt) ends.",
         note="0, 1 or another number",
     ),
     _sampling(
