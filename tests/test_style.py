@@ -227,7 +227,7 @@ WORDS = {
     r"(let|lets|letting) go of": "release, free",
     r"(give|gives|giving|gave) way": "yield, is preempted",
     r"for want of": "without",
-    r"dear(er|est)?": "high retention priority",
+    r"dear(er|est)?(?! sir)": "high retention priority",
     r"the books": "the state, invariants",
     r"soften(s|ed|ing)?": "online-softmax update",
     r"key heads?": "KV head",
