@@ -19,8 +19,8 @@ from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.kserve.shared_memory import SharedMemory
-from slipstream.server.metrics.latency_metrics import MetricsConfig
-from slipstream.server.metrics.metrics import ServerMetrics
+from slipstream.server.metrics.optional_metrics import MetricsConfig
+from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.models.factories import ModelFactory
 from slipstream.server.models.response_cache import ResponseCache

@@ -22,7 +22,7 @@ from slipstream.server.engine_link.client import Supervision
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
-from slipstream.server.metrics.metrics import ServerMetrics
+from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.python_models.factory import PythonModels
 from slipstream.server.services import create_app, create_context

@@ -12,7 +12,7 @@ from span_collector import Collector
 
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
-from slipstream.server.metrics.metrics import ServerMetrics
+from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.python_models.factory import PythonModels
 from slipstream.server.services import create_app, create_context
 from slipstream.server.tracing.export_settings import ExportSettings

@@ -21,8 +21,8 @@ from slipstream.server.kserve.inference import (
     ModelVersion,
     ServedModel,
 )
-from slipstream.server.metrics.families import Family
-from slipstream.server.metrics.metrics import ModelCounters, ServerMetrics
+from slipstream.server.metrics.prometheus_text import Family
+from slipstream.server.metrics.server_metrics import ModelCounters, ServerMetrics
 from slipstream.server.services import serve_metrics
 
 GOLDEN = Path(__file__).parents[1] / "conformance" / "golden"

@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 import slipstream
 from slipstream.server.metrics.machine import Gpus, Machine
-from slipstream.server.metrics.metrics import ServerMetrics
+from slipstream.server.metrics.server_metrics import ServerMetrics
 
 DASHBOARD = Path(slipstream.__file__).parent / "server" / "metrics" / "grafana.json"
 

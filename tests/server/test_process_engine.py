@@ -17,7 +17,7 @@ from slipstream.engine.request import SamplingParams
 from slipstream.server.engine_link.client import EngineClient, EngineStartFailed, Supervision
 from slipstream.server.engine_link.engine import EngineUnavailable
 from slipstream.server.engine_link.pool import EnginePool
-from slipstream.server.metrics.metrics import ServerMetrics
+from slipstream.server.metrics.server_metrics import ServerMetrics
 
 COMMAND = (sys.executable, str(Path(scripted.__file__)))
 LONG = SamplingParams(max_tokens=100_000, seed=5)

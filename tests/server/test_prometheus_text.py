@@ -9,8 +9,8 @@ from scripted_engine import ScriptedLoop
 
 from slipstream.client.prometheus import Sample, parse_metrics
 from slipstream.engine.messages import EngineStats
-from slipstream.server.metrics.latency_metrics import MetricsConfig
-from slipstream.server.metrics.metrics import ServerMetrics
+from slipstream.server.metrics.optional_metrics import MetricsConfig
+from slipstream.server.metrics.server_metrics import ServerMetrics
 
 UNUSUAL = r"""
 # HELP requests_total Text with "quotes", a \\ and a \n line end

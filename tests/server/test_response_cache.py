@@ -19,8 +19,8 @@ from slipstream.server.kserve.inference import (
     ServedModel,
 )
 from slipstream.server.kserve.tensors import Tensor
-from slipstream.server.metrics.latency_metrics import MetricsConfig
-from slipstream.server.metrics.metrics import ServerMetrics
+from slipstream.server.metrics.optional_metrics import MetricsConfig
+from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.metrics.statistics import model_statistics
 from slipstream.server.metrics.summaries import Summary
 from slipstream.server.models.response_cache import (

@@ -12,7 +12,7 @@ from span_collector import Collector, refused_port
 from tiny_server import wait_for
 
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.metrics.metrics import ServerMetrics
+from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.tracing.export_settings import ExportSettings
 from slipstream.server.tracing.settings import TraceSettings
 from slipstream.server.tracing.span_export import SpanExport

@@ -23,7 +23,7 @@ from slipstream.server.grpc.service import create_grpc_server
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
-from slipstream.server.metrics.metrics import ServerMetrics
+from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.models.build import build_registry
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer

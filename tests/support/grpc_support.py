@@ -28,7 +28,7 @@ from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import InferRequest, InferResponse, ModelRegistry
 from slipstream.server.kserve.tensors import Tensor
-from slipstream.server.metrics.metrics import ServerMetrics
+from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.models.build import build_registry
 from slipstream.server.models.ensemble import EnsembleModel

@@ -19,7 +19,7 @@ from slipstream.repository.models import read_repository
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
-from slipstream.server.metrics.metrics import ServerMetrics
+from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.models.build import build_registry
 from slipstream.server.services import create_app, create_context
 from slipstream.server.text.pipeline import TextGenerator

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from slipstream.engine.messages import QUEUE_SECONDS_BOUNDS, EngineInfo, EngineStats
 from slipstream.server.engine_link.engine import Engine
-from slipstream.server.metrics.families import Family
+from slipstream.server.metrics.prometheus_text import Family
 from slipstream.server.metrics.statistics import Histogram
 
 # by the name and version of the engine's model in the repository

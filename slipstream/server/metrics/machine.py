@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slipstream.server.metrics.families import Family, Labels
+from slipstream.server.metrics.prometheus_text import Family, Labels
 
 _PROC = Path("/proc")
 _OK = 0

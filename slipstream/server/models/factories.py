@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from slipstream.repository.models import RepositoryModel
 from slipstream.server.kserve.inference import ModelRegistry, ServedModel
 from slipstream.server.kserve.repository_control import NoControl, RepositoryControl
-from slipstream.server.metrics.families import Family
+from slipstream.server.metrics.prometheus_text import Family
 
 
 class ModelFactory(ABC):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from slipstream.server.kserve.errors import Code, InferenceError
-from slipstream.server.metrics.families import Family
+from slipstream.server.metrics.prometheus_text import Family
 from slipstream.server.metrics.statistics import Histogram
 from slipstream.server.python_models.frames import MetricFamilyFrame, MetricFrame
 

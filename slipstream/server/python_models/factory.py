@@ -11,7 +11,7 @@ from slipstream.repository.models import RepositoryModel
 from slipstream.repository.roles import Role
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import ServedModel
-from slipstream.server.metrics.families import Family
+from slipstream.server.metrics.prometheus_text import Family
 from slipstream.server.models.factories import ModelFactory
 from slipstream.server.python_models.calls import PythonModelContext
 from slipstream.server.python_models.custom_metrics import CustomMetrics

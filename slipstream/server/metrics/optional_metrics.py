@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from slipstream.server.metrics.families import Family
+from slipstream.server.metrics.prometheus_text import Family
 from slipstream.server.metrics.statistics import ModelCounters
 from slipstream.server.metrics.summaries import DEFAULT_QUANTILES, Summaries, Summary
 

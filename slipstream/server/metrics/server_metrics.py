@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 from slipstream.server.engine_link.engine import Engine
 from slipstream.server.metrics.engine_metrics import engine_families
-from slipstream.server.metrics.families import Family
-from slipstream.server.metrics.latency_metrics import (
+from slipstream.server.metrics.machine import Machine
+from slipstream.server.metrics.optional_metrics import (
     MetricsConfig,
     cache_families,
     labels,
     summary_families,
 )
-from slipstream.server.metrics.machine import Machine
+from slipstream.server.metrics.prometheus_text import Family
 from slipstream.server.metrics.statistics import (
     CountedModel,
     CounterTable,
