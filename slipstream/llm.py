@@ -31,7 +31,7 @@ from slipstream.engine.messages import Scores
 from slipstream.engine.request import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.process import start_real_engine
-from slipstream.sampling_options import Prompt, SamplingOptions
+from slipstream.llm_options import Prompt, SamplingOptions
 from slipstream.server.engine_link.engine import TextBeam, TextOutput, TextRequest
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.text.chat import Message

@@ -14,7 +14,7 @@ from source_tree import PACKAGE, ROOT, SourceFile, source, source_files
 ORDER = (
     ("cli",),
     ("bench", "llm"),
-    ("sampling_options",),
+    ("llm_options",),
     ("client",),  # uses the server's protocol
     ("engine_worker",),  # runs the engine's end of the server's link
     ("server",),

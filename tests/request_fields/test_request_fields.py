@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.engine.request import SamplingParams
+from slipstream.llm_options import SamplingOptions
 from slipstream.request_fields import markdown
 from slipstream.request_fields.field import BEAM_SEARCH, DRAFT_MODEL, Range
 from slipstream.request_fields.table import (
@@ -21,7 +22,6 @@ from slipstream.request_fields.table import (
     conflicting_parameter,
     number_range,
 )
-from slipstream.sampling_options import SamplingOptions
 from slipstream.server.openai.fields import ChatFields, CompletionFields
 
 DOCS = Path(__file__).parents[2] / "docs"
