@@ -8,8 +8,8 @@ from google.protobuf.message import DecodeError
 
 from slipstream.repository.config import read_model_config
 from slipstream.repository.problems import Problems
+from slipstream.server.grpc.infer_messages import read_call, write_response
 from slipstream.server.grpc.protocol import messages
-from slipstream.server.grpc.tensors import read_call, write_response
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferResponse
 from slipstream.server.kserve.shared_memory import SharedMemory

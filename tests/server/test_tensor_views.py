@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from python_model_harness import MIMIC, ask, models_of, open_models
 
+from slipstream.server.grpc.infer_messages import read_call
 from slipstream.server.grpc.protocol.messages import ModelInferRequest
-from slipstream.server.grpc.tensors import read_call
 from slipstream.server.http.infer import write_infer_response
 from slipstream.server.http.infer_request import read_infer_call
 from slipstream.server.kserve import input_checks

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from google.protobuf.message import DecodeError
 
 from slipstream.server.grpc.errors import STATUS
-from slipstream.server.grpc.protocol import messages
-from slipstream.server.grpc.tensors import (
+from slipstream.server.grpc.infer_messages import (
     FINAL,
     read_call,
     set_parameters,
     wants_empty_final,
     write_response,
 )
+from slipstream.server.grpc.protocol import messages
 from slipstream.server.grpc.transport import INTERNAL, Call, ClientGone, Status, StreamCall
 from slipstream.server.kserve.call import InferCall
 from slipstream.server.kserve.context import ServerContext

@@ -2,6 +2,7 @@
 
 The checks are Triton's, in its order and with its texts. Data comes raw in the order of the inputs,
 as typed contents, or from shared memory; responses are raw, or go into shared memory.
+kserve/input_checks.py and kserve/tensor_bytes.py decode raw bytes.
 """
 
 from __future__ import annotations
