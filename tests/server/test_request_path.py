@@ -28,7 +28,7 @@ SERVER = str(Path(sys.modules[Services.__module__].__file__ or "").parent)
 MAX_MODULES = 20
 MAX_ITERATORS = 5
 ITERATORS = [
-    "metrics/statistics.py CountedAnswers.__anext__",
+    "metrics/statistics.py CountedResponses.__anext__",
     "models/generating.py GeneratingModel.answer",
     "text/pipeline.py TextGenerator.generate",
     "engine_link/mailbox.py InFlightRequest.__anext__",

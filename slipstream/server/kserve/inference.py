@@ -173,7 +173,7 @@ class InferResponse:
     text_output: TextOutput | None = None
 
 
-class Answers(Protocol):
+class ResponseStream(Protocol):
     """The responses to one request as they come. Closing it early cancels the request at once.
 
     Most models write an async generator. A class is faster, for thousands of responses a second.
@@ -233,7 +233,7 @@ class ServedModel(ABC):
         return {}
 
     @abstractmethod
-    def infer(self, request: InferRequest) -> Answers: ...
+    def infer(self, request: InferRequest) -> ResponseStream: ...
 
     async def close(self) -> None:
         """End the processes that the model runs."""

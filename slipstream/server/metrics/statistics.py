@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from slipstream.server.kserve.errors import Code, InferenceError, error_type
 from slipstream.server.kserve.inference import (
-    Answers,
     InferRequest,
     InferResponse,
     ModelRegistry,
     RequestTimes,
     RequestTrace,
+    ResponseStream,
     ServedModel,
     WrappedModel,
     batch_size,
@@ -178,12 +178,12 @@ class ModelCounters:
     def record(
         self,
         request: InferRequest,
-        responses: Answers,
+        responses: ResponseStream,
         batch_size: int = 1,
         parts: Parts | None = None,
-    ) -> Answers:
+    ) -> ResponseStream:
         """Return the answers to one request, with a counter around them."""
-        return CountedAnswers(self, request, responses, batch_size, parts or {})
+        return CountedResponses(self, request, responses, batch_size, parts or {})
 
     def succeed(self, spent: _Spent, batch_size: int) -> None:
         self._answered(spent)
@@ -279,14 +279,14 @@ class CounterTable(dict[tuple[str, str], ModelCounters]):
             del self[key]
 
 
-class CountedAnswers:
+class CountedResponses:
     """The answers to one request, counted as they are read."""
 
     def __init__(
         self,
         counters: ModelCounters,
         request: InferRequest,
-        responses: Answers,
+        responses: ResponseStream,
         batch_size: int,
         parts: Parts,
     ) -> None:
@@ -306,7 +306,7 @@ class CountedAnswers:
         counters.pending += 1
         self._times.attach(self._begin_answering, counters.tokens, self._began)
 
-    def __aiter__(self) -> CountedAnswers:
+    def __aiter__(self) -> CountedResponses:
         return self
 
     async def __anext__(self) -> InferResponse:
@@ -454,11 +454,11 @@ class CountedModel(WrappedModel):
         self._parts = parts
         counters.ensemble = bool(model.config.ensemble_steps)
 
-    def infer(self, request: InferRequest) -> Answers:
+    def infer(self, request: InferRequest) -> ResponseStream:
         # an ensemble is decoupled if a step is, and its steps may be replaced
         self.counters.decoupled = self.inner.decoupled
         items = batch_size(request, self.config)
-        return CountedAnswers(
+        return CountedResponses(
             self.counters, request, self.inner.infer(request), items, self._parts or {}
         )
 

@@ -2,7 +2,7 @@
 
 Each token of a streamed request passes at most five async iterators, from the protocol down:
 
-1. `metrics.statistics.CountedAnswers` counts the responses,
+1. `metrics.statistics.CountedResponses` counts the responses,
 2. `GeneratingModel.answer` makes responses of outputs,
 3. `text.pipeline.TextGenerator.generate` makes text of tokens,
 4. `text.sequences.merge_streams` merges the sequences of a request that has several,
@@ -34,10 +34,10 @@ from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.fields.values import RequestFields
 from slipstream.server.kserve.errors import Code, InferenceError, QueueFull, Unavailable
 from slipstream.server.kserve.inference import (
-    Answers,
     InferRequest,
     InferResponse,
     Parameter,
+    ResponseStream,
     ServedModel,
     batch_size,
 )
@@ -167,7 +167,7 @@ class EngineBackedModel(ServedModel):
     def generates(self) -> bool:
         return True
 
-    def infer(self, request: InferRequest) -> Answers:
+    def infer(self, request: InferRequest) -> ResponseStream:
         count = batch_size(request, self.config)
         if count > 1 and (not self.decoupled or BATCH_INDEX in self.config.output_names):
             return answer_batch(self, request, count)

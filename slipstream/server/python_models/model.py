@@ -14,10 +14,10 @@ from slipstream.repository.config import InstanceGroup, ModelConfig
 from slipstream.repository.describe import config_document
 from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
 from slipstream.server.kserve.inference import (
-    Answers,
     InferRequest,
     InferResponse,
     RequestTrace,
+    ResponseStream,
     ServedModel,
 )
 from slipstream.server.python_models.auto_complete import complete_config
@@ -187,7 +187,7 @@ class PythonModel(ServedModel):
         )
         return PREFETCHED_BATCHES if alone and not batched and self._context.limiter is None else 1
 
-    def infer(self, request: InferRequest) -> Answers:
+    def infer(self, request: InferRequest) -> ResponseStream:
         return _Answers(self, request)
 
     def admit(self, request: InferRequest) -> Pending:
