@@ -135,7 +135,7 @@ def create_echo(model: Any, version: int) -> Any:
 
 def serve(kind: str, repository: str, http: int, grpc: int, metrics: int) -> int:
     from slipstream.server.lifecycle import run_server
-    from slipstream.server.models.factories import NamedModels
+    from slipstream.server.models.factories import FixedModels
     from slipstream.server.options import Port, ServerOptions
 
     options = ServerOptions(
@@ -146,7 +146,7 @@ def serve(kind: str, repository: str, http: int, grpc: int, metrics: int) -> int
         allow_python_models=kind == "model.py",
         engine_command=(sys.executable, str(HERE / "instant_engine.py")),
     )
-    factories = [NamedModels({"echo": create_echo})] if kind == "own" else []
+    factories = [FixedModels({"echo": create_echo})] if kind == "own" else []
     return run_server(options, factories)
 
 

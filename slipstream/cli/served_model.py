@@ -32,14 +32,14 @@ _UNFIT_FOR_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True)
-class NamedModel:
+class ModelToServe:
     name: str  # the name under which it is served
     source: str
     engine: Path
     repository: Path
 
 
-def find_named_model(text: str) -> NamedModel:
+def find_named_model(text: str) -> ModelToServe:
     """Return the name and the folders of the model that a command line names.
 
     Models of the same name from different places have different folders. A repository belongs to
@@ -58,7 +58,7 @@ def find_named_model(text: str) -> NamedModel:
         name += "-model"
     engine = path if is_engine(path) else engine_folder(_key(name, source)).absolute()
     repository = slipstream_home() / "repositories" / _key(name, str(engine))
-    return NamedModel(name, source, engine, repository)
+    return ModelToServe(name, source, engine, repository)
 
 
 def _existing_path(text: str) -> Path:
@@ -102,7 +102,7 @@ def prepare_repository(text: str) -> Path:
     return find_named_model(text).repository
 
 
-def make(model: NamedModel) -> None:
+def make(model: ModelToServe) -> None:
     """Build the engine and write the repository of a model, unless they exist."""
     if str(model.engine) != model.source:
         with ProgressLines(lambda text: log("INFO", text)) as display:
@@ -113,7 +113,7 @@ def make(model: NamedModel) -> None:
     log("INFO", f"{model.name} is served from {model.repository}")
 
 
-def _write_repository(model: NamedModel) -> None:
+def _write_repository(model: ModelToServe) -> None:
     """Write the whole repository at once: a partial one would be kept as an edited one."""
     if model.repository.exists():
         if any(model.repository.iterdir()):

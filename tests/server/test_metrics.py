@@ -386,14 +386,14 @@ async def test_only_decoupled_models_have_a_first_response_histogram():
     assert 'nv_inference_first_response_histogram_ms_count{model="once",version="1"}' not in found
 
 
-class Part(ServedModel):
+class ComposedModel(ServedModel):
     """A model that does the work of two others."""
 
     def __init__(self, config):
         self.config = config
 
     @property
-    def parts(self):
+    def composing_models(self):
         return {"compute_input": "pre", "compute_infer": "engine"}
 
     async def infer(self, request):
@@ -404,7 +404,7 @@ class Part(ServedModel):
 async def test_work_done_for_other_models_counts_for_them():
     metrics = ServerMetrics()
     config = SimpleNamespace(max_batch_size=0, ensemble_steps=("pre", "engine"), parameter={}.get)
-    model = metrics.count(ModelVersion("chain", "1", Part(config)))
+    model = metrics.count(ModelVersion("chain", "1", ComposedModel(config)))
     metrics.model("pre")
     metrics.model("engine", "3")
     for id in ("", "bad"):

@@ -32,7 +32,7 @@ from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.models.build import build_registry
 from slipstream.server.models.ensemble import EnsembleModel
-from slipstream.server.models.factories import NamedModels
+from slipstream.server.models.factories import FixedModels
 from slipstream.server.services import create_context
 
 REPOSITORIES = Path(__file__).parents[1] / "conformance" / "repos"
@@ -84,7 +84,7 @@ def loaded_server(mode: Any, names: list[str]) -> Iterator[RunningGrpc]:
     registry = ModelRegistry()
     folders = sorted(REPOSITORIES.iterdir())
     pool = EnginePool({}, Supervision(), ())
-    loader = ModelLoader(folders, registry, pool, [NamedModels(MAKERS)], mode)
+    loader = ModelLoader(folders, registry, pool, [FixedModels(MAKERS)], mode)
     with RunningGrpc(registry, ServerState([]), create_context(control=loader)) as server:
         loading = asyncio.run_coroutine_threadsafe(
             loader.load_all(names, loader.read()), server.loop

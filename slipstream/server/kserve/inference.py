@@ -204,7 +204,7 @@ class ServedModel(ABC):
         return True
 
     @property
-    def parts(self) -> Mapping[str, str]:
+    def composing_models(self) -> Mapping[str, str]:
         """The models of the repository whose work this model does, by phase of the request."""
         return {}
 
@@ -256,8 +256,8 @@ class WrappedModel(ServedModel):
         return self.inner.ready
 
     @property
-    def parts(self) -> Mapping[str, str]:
-        return self.inner.parts
+    def composing_models(self) -> Mapping[str, str]:
+        return self.inner.composing_models
 
     @property
     def generates(self) -> bool:

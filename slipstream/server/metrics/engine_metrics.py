@@ -14,10 +14,10 @@ from slipstream.server.metrics.statistics import Histogram
 Engines = Mapping[tuple[str, str], Engine]
 
 
-def engine_families(engines: Engines, whole_batches: Collection[str] = ()) -> Iterator[Family]:
+def engine_families(engines: Engines, v1_batching_models: Collection[str] = ()) -> Iterator[Family]:
     """Return the metrics of all loaded engines.
 
-    `whole_batches`: names of the models that ask for TensorRT-LLM's V1 batching. They have its
+    `v1_batching_models`: names of the models that ask for TensorRT-LLM's V1 batching. They have its
     metrics instead of those of in-flight batching.
     """
     loaded = {
@@ -30,7 +30,7 @@ def engine_families(engines: Engines, whole_batches: Collection[str] = ()) -> It
     for name, text, label, read in _UPSTREAM:
         samples: list[tuple[Mapping[str, str], float]] = []
         for key, (info, stats) in loaded.items():
-            if name == (_INFLIGHT if key[0] in whole_batches else _V1):
+            if name == (_INFLIGHT if key[0] in v1_batching_models else _V1):
                 continue
             samples += [
                 (_labels(key) | {label: category}, value)

@@ -136,7 +136,7 @@ class ServerMetrics:
         self._config = config
         self._models = CounterTable()
         self._engines: dict[tuple[str, str], Engine] = {}
-        self._whole_batches: set[str] = set()  # models that ask for TensorRT-LLM's V1 batching
+        self._v1_batching_models: set[str] = set()  # models that ask for TensorRT-LLM's V1 batching
         self._machine = machine or Machine()
         self._sources: list[Callable[[], Iterable[Family]]] = []
 
@@ -151,15 +151,15 @@ class ServerMetrics:
 
         Its requests also count for the models whose work it does.
         """
-        parts = {
+        composing_models = {
             phase: partial(self._models.find_latest, name)
-            for phase, name in entry.model.parts.items()
+            for phase, name in entry.model.composing_models.items()
         }
         counters = self.model(entry.name, entry.version)
         counters.cached = entry.model.cached
         if entry.model.config.parameter("gpt_model_type") in ("V1", "v1"):
-            self._whole_batches.add(entry.name)
-        return CountedModel(entry.model, counters, parts)
+            self._v1_batching_models.add(entry.name)
+        return CountedModel(entry.model, counters, composing_models)
 
     def watch_engine(self, name: str, engine: Engine, version: str = "1") -> None:
         """Add the metrics of an engine. `name`: its model in the repository."""
@@ -169,7 +169,7 @@ class ServerMetrics:
         """Remove the metrics of an unloaded model. Like Triton's, they restart at zero."""
         self._models.remove(name)
         self._engines = {key: found for key, found in self._engines.items() if key[0] != name}
-        self._whole_batches.discard(name)
+        self._v1_batching_models.discard(name)
 
     def watch_span_export(self, counters: SpanCounters) -> None:
         self.add_source(lambda: _span_families(counters))
@@ -179,7 +179,10 @@ class ServerMetrics:
         self._sources.append(source)
 
     def render(self) -> str:
-        families = [*self._model_families(), *engine_families(self._engines, self._whole_batches)]
+        families = [
+            *self._model_families(),
+            *engine_families(self._engines, self._v1_batching_models),
+        ]
         families += self._machine.families()
         families += [family for source in self._sources for family in source()]
         return "".join(family.render() for family in families)

@@ -180,10 +180,10 @@ class ModelCounters:
         request: InferRequest,
         responses: ResponseStream,
         batch_size: int = 1,
-        parts: Parts | None = None,
+        composing_models: ComposingModels | None = None,
     ) -> ResponseStream:
         """Return the answers to one request, with a counter around them."""
-        return CountedResponses(self, request, responses, batch_size, parts or {})
+        return CountedResponses(self, request, responses, batch_size, composing_models or {})
 
     def succeed(self, spent: _Spent, batch_size: int) -> None:
         self._answered(spent)
@@ -251,7 +251,7 @@ def _documents(durations: dict[str, Duration]) -> dict[str, dict[str, int]]:
     return {name: duration.document() for name, duration in durations.items()}
 
 
-class Part(NamedTuple):
+class ComposingModel(NamedTuple):
     """A model whose work another model does."""
 
     name: str
@@ -259,19 +259,19 @@ class Part(NamedTuple):
     counters: ModelCounters
 
 
-Parts = Mapping[str, Callable[[], Part]]  # by phase of the request
+ComposingModels = Mapping[str, Callable[[], ComposingModel]]  # by phase of the request
 
 
 class CounterTable(dict[tuple[str, str], ModelCounters]):
     """The counters of all models, by name and version."""
 
-    def find_latest(self, name: str) -> Part:
+    def find_latest(self, name: str) -> ComposingModel:
         """Return the latest version of a model. Counts of one that is not loaded are not shown."""
         versions = [version for model, version in self if model == name]
         if not versions:
-            return Part(name, "", ModelCounters())
+            return ComposingModel(name, "", ModelCounters())
         latest = max(versions, key=int)
-        return Part(name, latest, self[name, latest])
+        return ComposingModel(name, latest, self[name, latest])
 
     def remove(self, name: str) -> None:
         """Remove all versions of a model."""
@@ -288,13 +288,13 @@ class CountedResponses:
         request: InferRequest,
         responses: ResponseStream,
         batch_size: int,
-        parts: Parts,
+        composing_models: ComposingModels,
     ) -> None:
         self._counters = counters
         self._responses = responses
-        self._parts = parts
+        self._composing_models = composing_models
         self._times = request.times
-        self._about = request.model_name, request.id
+        self._model_and_id = request.model_name, request.id
         self._batch_size = batch_size
         self._began = time.monotonic_ns()
         self._waiting = True
@@ -318,7 +318,7 @@ class CountedResponses:
             raise
         except BaseException as error:
             self._fail(error)
-            set_error_context(error, *self._about)
+            set_error_context(error, *self._model_and_id)
             self._end()
             raise
         self._answer(response)
@@ -371,10 +371,10 @@ class CountedResponses:
         for phase, came in zip(PHASES, reached, strict=True):
             computing = began + (spent.queue if phase == "compute_infer" else 0)
             ended = computing + getattr(spent, phase)
-            part = self._parts[phase]() if phase in self._parts else None
-            if part is not None and part.version and came:
+            composing = self._composing_models[phase]() if phase in self._composing_models else None
+            if composing is not None and composing.version and came:
                 child = trace.child()
-                child.model(part.name, part.version, self._about[1])
+                child.model(composing.name, composing.version, self._model_and_id[1])
                 for name in ("REQUEST_START", "QUEUE_START"):
                     child.stamp(name, began)
                 for name in ("COMPUTE_START", "COMPUTE_INPUT_END"):
@@ -417,14 +417,14 @@ class CountedResponses:
             self._counters.failed(self._failure or "CANCELED", spent, self._batch_size)
         if succeeded and (self._times.prompt_tokens or self._times.branches):
             self._counters.tokens.finish(self._times, (ended - self._began) / 1e9)
-        if self._parts:
+        if self._composing_models:
             self._end_parts(spent, succeeded)
         if self._times.trace is not None:
             self._end_trace(self._times.trace, spent, ended)
         self._times.detach()
 
     def _end_parts(self, spent: _Spent, succeeded: bool) -> None:
-        for phase, find in self._parts.items():
+        for phase, find in self._composing_models.items():
             share = _Spent(
                 spent.queue if phase == "compute_infer" else 0, 0, getattr(spent, phase), 0
             )
@@ -444,14 +444,17 @@ def failure_reason(error: BaseException) -> str:
 
 
 class CountedModel(WrappedModel):
-    """A model whose requests are counted. `parts`: the models whose work it does."""
+    """A model whose requests are counted. `composing_models`: the models whose work it does."""
 
     def __init__(
-        self, model: ServedModel, counters: ModelCounters, parts: Parts | None = None
+        self,
+        model: ServedModel,
+        counters: ModelCounters,
+        composing_models: ComposingModels | None = None,
     ) -> None:
         super().__init__(model)
         self.counters = counters
-        self._parts = parts
+        self._composing_models = composing_models
         counters.ensemble = bool(model.config.ensemble_steps)
 
     def infer(self, request: InferRequest) -> ResponseStream:
@@ -459,7 +462,7 @@ class CountedModel(WrappedModel):
         self.counters.decoupled = self.inner.decoupled
         items = batch_size(request, self.config)
         return CountedResponses(
-            self.counters, request, self.inner.infer(request), items, self._parts or {}
+            self.counters, request, self.inner.infer(request), items, self._composing_models or {}
         )
 
 

@@ -39,7 +39,7 @@ class ModelFactory(ABC):
         return ()
 
 
-class NamedModels(ModelFactory):
+class FixedModels(ModelFactory):
     """A factory of given models, by name."""
 
     def __init__(self, makers: Mapping[str, Callable[[RepositoryModel, int], ServedModel]]) -> None:

@@ -71,7 +71,7 @@ class TextModel(GeneratingModel):
         return self._pipeline.decoupled
 
     @property
-    def parts(self) -> Mapping[str, str]:
+    def composing_models(self) -> Mapping[str, str]:
         steps = [step.model_name for step in self.config.ensemble_steps]
         if self._pipeline.engine not in steps[1:-1]:
             return {"compute_infer": self._pipeline.engine}

@@ -12,14 +12,14 @@ from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.openai.fields import Fields
 from slipstream.server.openai.generation import CallAnswers
-from slipstream.server.openai.models import NamedModel
+from slipstream.server.openai.models import OpenAIModel
 from slipstream.version import VERSION
 
 Document = dict[str, Any]
 FINGERPRINT = f"slipstream-{VERSION}"
 
 
-class Form(Protocol):
+class ChoiceWriter(Protocol):
     """Writes the choices of one endpoint: whole, or as the first, middle and last chunks."""
 
     @property
@@ -36,8 +36,8 @@ class Form(Protocol):
 class Call:
     """A call of either endpoint, read and checked."""
 
-    model: NamedModel
-    form: Form
+    model: OpenAIModel
+    choice_writer: ChoiceWriter
     texts: Sequence[TextRequest]  # one request for each prompt
     ignored: Sequence[str]  # unknown fields
     stream: bool
@@ -51,15 +51,15 @@ class Call:
         fields: Fields,
         ignored: Sequence[str],
         prefix: str,
-        model: NamedModel,
-        form: Form,
+        model: OpenAIModel,
+        choice_writer: ChoiceWriter,
         texts: Sequence[TextRequest],
         guided_by: str = "",
     ) -> Call:
         usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
         return Call(
             model,
-            form,
+            choice_writer,
             texts,
             ignored,
             bool(fields.stream),
@@ -80,5 +80,11 @@ class Call:
 
     def document(self, answers: CallAnswers) -> Document:
         """Return the whole response."""
-        choices = [self.form.whole(index, choice) for index, choice in enumerate(answers.choices)]
-        return {**self.head(self.form.object), "choices": choices, "usage": answers.usage()}
+        choices = [
+            self.choice_writer.whole(index, choice) for index, choice in enumerate(answers.choices)
+        ]
+        return {
+            **self.head(self.choice_writer.object),
+            "choices": choices,
+            "usage": answers.usage(),
+        }

@@ -57,10 +57,10 @@ async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
         fields, tokens, sampling, stop_words, read_n(fields), model, model.adapter()
     )
     ignored += unknown_fields(fields.messages)
-    form = ChatForm(
+    choice_writer = ChatChoiceWriter(
         model.tokenizer, log_probs, bool(stop_words), calls=tools.format if tools else None
     )
-    return Call.create(fields, ignored, "chatcmpl", model, form, [text], guided_by)
+    return Call.create(fields, ignored, "chatcmpl", model, choice_writer, [text], guided_by)
 
 
 def _max_tokens(fields: ChatFields) -> int:
@@ -76,7 +76,7 @@ def _max_tokens(fields: ChatFields) -> int:
 
 
 @dataclass(frozen=True)
-class ChatForm:
+class ChatChoiceWriter:
     """Writes the choices of a chat completion."""
 
     tokenizer: Tokenizer

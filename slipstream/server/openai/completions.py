@@ -63,7 +63,7 @@ async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
         texts.append(
             build_text_request(fields, tokens, sampling, stop_words, answers, model, adapter)
         )
-    form = CompletionForm(
+    choice_writer = CompletionChoiceWriter(
         model.tokenizer,
         prompts if fields.echo else [],
         answers,
@@ -71,11 +71,11 @@ async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
         bool(fields.logprobs),
         bool(stop_words),
     )
-    return Call.create(fields, ignored, "cmpl", model, form, texts, guided_by)
+    return Call.create(fields, ignored, "cmpl", model, choice_writer, texts, guided_by)
 
 
 @dataclass(frozen=True)
-class CompletionForm:
+class CompletionChoiceWriter:
     """Writes the choices of a text completion."""
 
     tokenizer: Tokenizer

@@ -21,7 +21,7 @@ from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.kserve.triton_json import write_error
 from slipstream.server.models.generating import TIMED_OUT, run_to_end
-from slipstream.server.openai.models import NamedModel, text_models
+from slipstream.server.openai.models import OpenAIModel, text_models
 
 HEALTH = "/health"
 HEALTH_GENERATE = "/health_generate"
@@ -78,7 +78,7 @@ async def find_engine_problems(registry: ModelRegistry) -> str:
     return "; ".join(filter(None, problems))
 
 
-async def _find_engine_problem(model: NamedModel) -> str:
+async def _find_engine_problem(model: OpenAIModel) -> str:
     engine = model.text.engine.generator.engine
     if engine.info is not None and engine.outstanding >= engine.info.max_rows:
         return ""

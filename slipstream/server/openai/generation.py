@@ -10,7 +10,7 @@ from typing import Any
 from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.kserve.inference import InferRequest, RequestTrace
 from slipstream.server.models.generation_outputs import Completion
-from slipstream.server.openai.models import NamedModel
+from slipstream.server.openai.models import OpenAIModel
 from slipstream.server.text.sequences import merge_streams
 
 
@@ -18,7 +18,7 @@ from slipstream.server.text.sequences import merge_streams
 class CallAnswers:
     """The answers to a call. `choices` has those to the first prompt, then to the second, …"""
 
-    model: NamedModel
+    model: OpenAIModel
     requests: Sequence[InferRequest]
     answers: int  # number of answers to each prompt
     choices: list[Completion] = field(init=False)
@@ -65,7 +65,7 @@ class CallAnswers:
 
 
 def infer_request(
-    model: NamedModel, text: TextRequest, identity: str, trace: RequestTrace | None = None
+    model: OpenAIModel, text: TextRequest, identity: str, trace: RequestTrace | None = None
 ) -> InferRequest:
     request = InferRequest(model.entry.name, model.entry.version, {}, identity, text=text)
     request.times.trace = trace

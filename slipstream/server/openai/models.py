@@ -14,7 +14,7 @@ from slipstream.server.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class NamedModel:
+class OpenAIModel:
     """A text model or an adapter, by the name that requests use as `model`."""
 
     id: str
@@ -52,17 +52,17 @@ class NamedModel:
         }
 
 
-def text_models(registry: ModelRegistry) -> list[NamedModel]:
+def text_models(registry: ModelRegistry) -> list[OpenAIModel]:
     """Return the text models, without adapters."""
     models = []
     for name in sorted({entry.name for entry in registry}):
         found = _text_model(registry, name)
         if found is not None:
-            models.append(NamedModel(name, *found))
+            models.append(OpenAIModel(name, *found))
     return models
 
 
-async def list_models(registry: ModelRegistry) -> list[NamedModel]:
+async def list_models(registry: ModelRegistry) -> list[OpenAIModel]:
     """Return the text models and adapters, each name once.
 
     A model hides an adapter of the same name. An adapter belongs to the first model that has it.
@@ -72,24 +72,24 @@ async def list_models(registry: ModelRegistry) -> list[NamedModel]:
     registries = {model.text.engine.adapters for model in models}
     # There may be thousands of folders to read.
     listed = await asyncio.to_thread(lambda: {found: found.names() for found in registries})
-    adapters: dict[str, NamedModel] = {}
+    adapters: dict[str, OpenAIModel] = {}
     for model in models:
         for name in listed[model.text.engine.adapters]:
             if name not in taken:
                 adapters.setdefault(
-                    name, NamedModel(name, model.entry, model.text, is_adapter=True)
+                    name, OpenAIModel(name, model.entry, model.text, is_adapter=True)
                 )
     return [*models, *adapters.values()]
 
 
-async def find_model(registry: ModelRegistry, name: str) -> NamedModel:
+async def find_model(registry: ModelRegistry, name: str) -> OpenAIModel:
     """Return the model or adapter of this name. Lists all of them only for the error message."""
     if name not in registry:
         for model in text_models(registry):
             if model.text.engine.adapters.has(name):
-                return NamedModel(name, model.entry, model.text, is_adapter=True)
+                return OpenAIModel(name, model.entry, model.text, is_adapter=True)
     elif (found := _text_model(registry, name)) is not None:
-        return NamedModel(name, *found)
+        return OpenAIModel(name, *found)
     known = ", ".join([model.id for model in await list_models(registry)]) or "none"
     raise ApiError(
         f"The model '{name[:200]}' does not exist or is not a text model. Known: {known}",

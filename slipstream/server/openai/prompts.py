@@ -9,7 +9,7 @@ from slipstream.request_fields.table import number_range
 from slipstream.server.fields.values import LONGEST_TOKEN_CHARACTERS
 from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
-from slipstream.server.openai.models import NamedModel
+from slipstream.server.openai.models import OpenAIModel
 from slipstream.server.openai.sampling import check_bound
 from slipstream.server.text.chat import ChatError, Tools, VariableError
 from slipstream.server.text.folder import TokenizerError
@@ -23,7 +23,7 @@ _MAX_VARIABLE_SIZE = 1024  # characters of a text, bits of a number
 
 
 async def chat_tokens(
-    fields: ChatFields, body_bytes: int, model: NamedModel, tools: Tools
+    fields: ChatFields, body_bytes: int, model: OpenAIModel, tools: Tools
 ) -> list[int]:
     """Return the tokens of a conversation.
 
@@ -94,7 +94,7 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-async def prompt_tokens(prompt: Prompt, fields: CompletionFields, model: NamedModel) -> list[int]:
+async def prompt_tokens(prompt: Prompt, fields: CompletionFields, model: OpenAIModel) -> list[int]:
     """Return the tokens of a prompt.
 
     The request, or else the model's repository, says whether a text gets special tokens.
@@ -115,7 +115,7 @@ async def prompt_tokens(prompt: Prompt, fields: CompletionFields, model: NamedMo
     return tokens
 
 
-async def _text_tokens(prompt: str, fields: CompletionFields, model: NamedModel) -> list[int]:
+async def _text_tokens(prompt: str, fields: CompletionFields, model: OpenAIModel) -> list[int]:
     _check_characters("prompt", len(prompt), model)
     special = fields.add_special_tokens
     if special is None:
@@ -125,7 +125,7 @@ async def _text_tokens(prompt: str, fields: CompletionFields, model: NamedModel)
 
 
 def _truncate(
-    tokens: list[int], fields: Fields, model: NamedModel, keep_bos: bool = False
+    tokens: list[int], fields: Fields, model: OpenAIModel, keep_bos: bool = False
 ) -> list[int]:
     """Return the last tokens of a prompt, as many as truncate_prompt_tokens says.
 
@@ -142,19 +142,19 @@ def _truncate(
     return tokens[:first] + tokens[first + left_out :]
 
 
-def _check_characters(name: str, size: int, model: NamedModel) -> None:
+def _check_characters(name: str, size: int, model: OpenAIModel) -> None:
     """Reject, without tokenizing it, a text that has too many tokens with any tokenizer."""
     if size > model.longest_prompt * LONGEST_TOKEN_CHARACTERS:
         raise _too_long(name, f"over {model.longest_prompt}", model)
 
 
-def _check_tokens(name: str, tokens: list[int], model: NamedModel) -> None:
+def _check_tokens(name: str, tokens: list[int], model: OpenAIModel) -> None:
     if not tokens:
         raise field_error(name, "has no tokens")
     if len(tokens) > model.longest_prompt:
         raise _too_long(name, str(len(tokens)), model)
 
 
-def _too_long(name: str, tokens: str, model: NamedModel) -> ApiError:
+def _too_long(name: str, tokens: str, model: OpenAIModel) -> ApiError:
     text = f"{name} has {tokens} tokens, and this model takes at most {model.longest_prompt}"
     return ApiError(text, name, code="context_length_exceeded")

@@ -17,7 +17,7 @@ from slipstream.server.engine_link.engine import AdapterUse, TextRequest
 from slipstream.server.kserve.tensors import single
 from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import ChatFields, Fields
-from slipstream.server.openai.models import NamedModel
+from slipstream.server.openai.models import OpenAIModel
 
 _GUIDES = {
     "guided_json": "json_schema",
@@ -69,7 +69,7 @@ def read_stop_words(fields: Fields) -> list[str]:
     return _read_words("stop", fields.stop, word_bounds("stop_words"))
 
 
-def _read_stop_ids(fields: Fields, model: NamedModel) -> list[int]:
+def _read_stop_ids(fields: Fields, model: OpenAIModel) -> list[int]:
     """Return the tokens that end an answer, besides the model's end tokens."""
     tokens = fields.stop_token_ids or []
     limit = word_bounds("stop_words").count
@@ -103,7 +103,7 @@ def build_text_request(
     sampling: SamplingParams,
     stop_words: Sequence[str],
     answers: int,
-    model: NamedModel,
+    model: OpenAIModel,
     adapter: AdapterUse | None,
 ) -> TextRequest:
     """Return the request for the answers to one prompt, whose tokens are given."""

@@ -59,7 +59,7 @@ class EventWriter:
         self._opened: set[int] = set()
         self._begin = (
             b"data: "
-            + msgspec.json.encode(call.head(call.form.chunk_object))[:-1]
+            + msgspec.json.encode(call.head(call.choice_writer.chunk_object))[:-1]
             + b',"choices":['
         )
         self._end = (b'],"usage":null}' if call.include_usage else b"]}") + b"\n\n"
@@ -73,15 +73,15 @@ class EventWriter:
         return b"".join(events)
 
     def _choices(self, index: int, output: TextOutput) -> Iterator[Document]:
-        form = self._call.form
+        choice_writer = self._call.choice_writer
         if index not in self._opened:
             self._opened.add(index)
-            opening = form.opening(index, output)
+            opening = choice_writer.opening(index, output)
             if opening is not None:
                 yield opening
-        yield from form.pieces(index, output)
+        yield from choice_writer.pieces(index, output)
         if output.finish_reason:
-            yield form.ending(index, self._answers.choices[index])
+            yield choice_writer.ending(index, self._answers.choices[index])
 
     def end(self) -> bytes:
         """Return the last events: the usage, if requested, and the end mark."""

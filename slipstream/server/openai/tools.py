@@ -13,7 +13,7 @@ from slipstream.engine.request import Guide
 from slipstream.server.openai.call_formats import MARKED, CallFormat, find_format, force_call
 from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import ChatFields
-from slipstream.server.openai.models import NamedModel
+from slipstream.server.openai.models import OpenAIModel
 
 _MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -27,7 +27,7 @@ class CallableTools:
     stop_words: Sequence[str] = ()  # end of the first call, if parallel calls are off
 
 
-async def read_tools(fields: ChatFields, model: NamedModel) -> CallableTools | None:
+async def read_tools(fields: ChatFields, model: OpenAIModel) -> CallableTools | None:
     """Return the tools that the model may call, or None if it may call none."""
     given = fields.tools or []
     if len(given) > _MAX_TOOLS:
@@ -85,7 +85,7 @@ def _select_functions(functions: Sequence[dict[str, Any]], choice: Any) -> Seque
     return chosen
 
 
-def _find_format(model: NamedModel) -> CallFormat:
+def _find_format(model: OpenAIModel) -> CallFormat:
     templates = model.tokenizer.chat_templates
     found = find_format(templates.get("tool_use", templates.get("default", "")))
     if found is None:
