@@ -199,7 +199,7 @@ def test_v1_batching_has_its_own_metrics_instead_of_inflight_batching():
         config=SimpleNamespace(ensemble_steps=(), parameter={"gpt_model_type": "V1"}.get),
         decoupled=False,
         ready=True,
-        parts={},
+        composing_models={},
         cached=False,
     )
     metrics = ServerMetrics()
