@@ -27,7 +27,8 @@ import torch
 from tokenizers import Tokenizer
 
 from slipstream.engine.loop import EngineLoop
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.weights.build import build_engine
 from slipstream.weights.load import start_engine

@@ -14,7 +14,8 @@ import statistics
 import time
 
 from slipstream.engine.loop import EngineLoop
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.llm import engine_folder

@@ -9,7 +9,8 @@ from typing import Any
 import uvloop
 from worker_protocol import Generate, Timed, serve
 
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.client import EngineClient
 from slipstream.server.engine_link.engine import UNASSIGNED

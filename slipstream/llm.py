@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.engine.messages import Scores
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.process import start_real_engine
 from slipstream.llm_options import Prompt, SamplingOptions

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.engine.constraints.guided import KINDS
-from slipstream.engine.request import BaseSamplingParams, Guide, SamplingParams
+from slipstream.engine.sampling_params import BaseSamplingParams, Guide, SamplingParams
 from slipstream.request_fields.field import Range
 from slipstream.request_fields.table import FIELDS, number_range
 from slipstream.server.engine_link.engine import AdapterUse, TextRequest

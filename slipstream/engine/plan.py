@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.engine.messages import Scores
-from slipstream.engine.request import PromptTable, Request, SamplingParams
+from slipstream.engine.request import PromptTable, Request
+from slipstream.engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from slipstream.engine.blocks import NULL_BLOCK
 from slipstream.engine.plan import RowStart, StepPlan
-from slipstream.engine.request import PromptTable, SamplingParams
+from slipstream.engine.request import PromptTable
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.transfer import to_device
 
 # the token whose embedding is looked up, and then replaced, where a prompt has a table's token

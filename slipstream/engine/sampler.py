@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.plan import StepResult
-from slipstream.engine.request import SamplingParams
 from slipstream.engine.rows import Rows
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.transfer import numbers, to_device
 from slipstream.kernels import sampling
 

@@ -19,8 +19,9 @@ from slipstream.engine.cache.host_cache import HostCache
 from slipstream.engine.cache.window import Window
 from slipstream.engine.loop import AnyRunner, EngineLoop
 from slipstream.engine.messages import EngineInfo
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
 from slipstream.engine.runner import Runner
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settings import EngineSettings
 from slipstream.kernels import packed_cache

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.sampling_params import SamplingParams
 
 LARGEST_INT = 2**31 - 1
 LARGEST_UINT64 = 2**64 - 1

@@ -1,6 +1,7 @@
 """The request fields that decide how tokens are chosen and when generation ends.
 
-A new sampling parameter is added here, to `SamplingParams` (engine/request.py) and to the sampler.
+A new sampling parameter is added here, to `SamplingParams` (engine/sampling_params.py) and to the
+sampler.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.request_fields.field import Field, Range, Words
 from slipstream.request_fields.input_output_fields import OUTPUT_FIELDS, PROMPT_FIELDS
 from slipstream.request_fields.sampling_fields import SAMPLING_FIELDS

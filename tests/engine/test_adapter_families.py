@@ -9,7 +9,8 @@ from tiny_adapters import save_adapter
 from tiny_models import VOCABULARY, config_of, positions_of, random_model
 
 from slipstream.engine.adapters.cache import AdapterSource
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.weights.build import build_engine
 
 MODULES = {

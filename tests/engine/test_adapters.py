@@ -14,7 +14,8 @@ from tiny_models import VOCABULARY, config_of, random_model
 from slipstream.engine.adapters import loader as adapter_loader
 from slipstream.engine.adapters.cache import AdapterCache, AdapterSource
 from slipstream.engine.plan import StepFailed
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.weights.build import build_engine
 from slipstream.weights.lora import read_adapter
 

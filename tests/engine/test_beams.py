@@ -13,7 +13,8 @@ from tiny_models import VOCABULARY, config_of, random_model
 from slipstream.engine.beams.search import BeamSearch
 from slipstream.engine.constraints.constraints import Constraints
 from slipstream.engine.constraints.vocabulary import Vocabulary
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.weights.build import build_engine
 
 LETTERS = "abcd"

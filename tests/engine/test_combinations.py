@@ -13,7 +13,8 @@ from slipstream.engine.constraints.bad_words import BadTexts, Spelling
 from slipstream.engine.constraints.constraints import Constraints
 from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.messages import Scores
-from slipstream.engine.request import GenerateRequest, Guide, PromptTable, SamplingParams
+from slipstream.engine.request import GenerateRequest, PromptTable
+from slipstream.engine.sampling_params import Guide, SamplingParams
 from slipstream.engine.speculation import DraftProposer
 from slipstream.weights.build import build_engine
 

@@ -6,7 +6,8 @@ from run_outputs import run
 from tiny_models import VOCABULARY, config_of, random_model
 
 from slipstream.engine.constraints.constraints import All, Constraints
-from slipstream.engine.request import GenerateRequest, Guide, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import Guide, SamplingParams
 from slipstream.weights.build import build_engine
 
 

@@ -13,7 +13,8 @@ from tiny_adapters import ALL_MODULES, save_adapter
 from tiny_models import VOCABULARY, config_of, expected_tensors, random_model
 
 from slipstream.engine.adapters.cache import AdapterSource
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
 from slipstream.model.families.registry import find_family

@@ -12,7 +12,8 @@ import torch
 from run_engine import generate, greedy_choices, run_all
 from tiny_models import VOCABULARY, config_of, engine_tensors, positions_of, random_model
 
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
 from slipstream.kernels import packed_cache

@@ -9,7 +9,8 @@ from run_outputs import ALL, matrix, run
 from test_gpu_engine import gpu_engine, prompts, tiny
 from tiny_models import SIZES, VOCABULARY
 
-from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
+from slipstream.engine.request import GenerateRequest, PromptTable
+from slipstream.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,8 @@ from run_engine import engine, generate, run_all
 from tiny_models import VOCABULARY, config_of, random_model
 
 from slipstream.engine.cache import host_cache
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.weights.build import build_engine
 

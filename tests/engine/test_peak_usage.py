@@ -7,7 +7,8 @@ from scheduler_harness import Device, Harness, expected_answer
 
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.peak_usage import PeakUsage
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scheduler import Scheduler
 
 BLOCK = 4

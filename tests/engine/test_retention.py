@@ -13,7 +13,8 @@ from slipstream.engine.cache.retention import (
     RetentionPriority,
     RetentionRange,
 )
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 
 keeps = st.one_of(
     st.none(),

@@ -10,7 +10,8 @@ import torch
 from run_engine import engine, generate, run_all
 from tiny_models import VOCABULARY, config_of, random_model
 
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.weights.build import build_engine
 
 

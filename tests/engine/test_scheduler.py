@@ -7,7 +7,8 @@ from scheduler_harness import END, Harness, expected_answer, make_scheduler, nex
 
 from slipstream.engine.blocks import NULL_BLOCK, BlockPool, hash_block, root_hash
 from slipstream.engine.cache.window import Window
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 
 prompts = st.lists(
     st.integers(0, 3), min_size=1, max_size=30

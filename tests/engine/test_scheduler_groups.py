@@ -17,7 +17,8 @@ from scheduler_harness import (
 )
 
 from slipstream.engine.cache.window import Window
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.speculation import DraftProposer, count_accepted
 
 

@@ -3,7 +3,8 @@
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.messages import QUEUE_SECONDS_BOUNDS
 from slipstream.engine.plan import StepResult
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scheduler import Scheduler
 
 BLOCK = 4

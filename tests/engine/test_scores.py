@@ -9,7 +9,8 @@ from run_engine import all_logits, engine
 from run_outputs import ALL, matrix, run
 from tiny_models import VOCABULARY, config_of, random_model
 
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.weights.build import build_engine
 
 

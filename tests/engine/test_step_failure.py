@@ -10,7 +10,8 @@ from scheduler_harness import END, Harness, expected_answer, make_scheduler
 from tiny_engine import build_tiny_engine
 
 from slipstream.engine.plan import StepFailed, StepPlan
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.weights.load import start_engine
 

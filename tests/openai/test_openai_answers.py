@@ -11,7 +11,7 @@ import pydantic
 import pytest
 from http_support import post
 
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.sampling_params import SamplingParams
 
 MESSAGES: Any = [
     {"role": "system", "content": "Be brief."},

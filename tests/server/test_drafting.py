@@ -14,7 +14,7 @@ from grpc_stack import SETTINGS
 from http_support import RunningServer, post
 from tiny_engine import VOCABULARY, build_tiny_engine
 
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.repository.models import inspect_repository, read_repository
 from slipstream.repository.templates import write_repository
 from slipstream.server.engine_link.engine import AdapterUse, TextOutput, TextRequest

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.repository.pbtxt import Message, Scalar, parse_pbtxt
 from slipstream.repository.releases.tables import RELEASES, read_model
 from slipstream.repository.templates import template

@@ -15,7 +15,7 @@ from random_schemas import random_schema
 from tiny_models import config_of, random_model
 
 from slipstream.engine.constraints.guided import GuideError, check_guide
-from slipstream.engine.request import Guide
+from slipstream.engine.sampling_params import Guide
 from slipstream.llm import LLM, SamplingOptions
 from slipstream.server.text.pipeline import PromptError
 from slipstream.weights.build import build_engine
@@ -242,7 +242,8 @@ def test_a_request_is_cancelled_while_its_grammar_is_compiled():
     from concurrent.futures import Future
 
     from slipstream.engine.constraints.constraints import Constraints
-    from slipstream.engine.request import GenerateRequest, SamplingParams
+    from slipstream.engine.request import GenerateRequest
+    from slipstream.engine.sampling_params import SamplingParams
 
     constraints = Constraints()
     slow: Future = Future()

@@ -162,7 +162,8 @@ async def test_guides_and_bad_words_reach_an_engine_process(engine_folder):
     import numpy as np
 
     from slipstream.engine.messages import Scores
-    from slipstream.engine.request import Guide, PromptTable, SamplingParams
+    from slipstream.engine.request import PromptTable
+    from slipstream.engine.sampling_params import Guide, SamplingParams
     from slipstream.server.engine_link.client import EngineClient
 
     width = json.loads((engine_folder / "config.json").read_text())["pretrained_config"][

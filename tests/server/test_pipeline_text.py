@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.messages import EngineInfo
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.engine_link.mailbox import RequestOutput
 from slipstream.server.text.chat import ChatError

@@ -13,7 +13,7 @@ import pytest
 import scripted_engine as scripted
 from submit import submit
 
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.client import EngineClient, EngineStartFailed, Supervision
 from slipstream.server.engine_link.engine import EngineUnavailable
 from slipstream.server.engine_link.pool import EnginePool

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.link import (
     EngineEnd,
     EngineFailed,

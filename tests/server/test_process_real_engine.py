@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from submit import submit
 
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.client import EngineClient, EngineStartFailed
 from slipstream.server.engine_link.in_process import InProcessEngine

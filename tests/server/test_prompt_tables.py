@@ -15,7 +15,8 @@ from run_engine import engine, run_all
 from tiny_engine import HIDDEN, VOCABULARY, build_tiny_engine
 from tritonclient.grpc import InferInput
 
-from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
+from slipstream.engine.request import GenerateRequest, PromptTable
+from slipstream.engine.sampling_params import SamplingParams
 
 ROWS = 5
 PROMPT = [

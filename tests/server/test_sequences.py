@@ -22,7 +22,8 @@ from tiny_text import EchoEngine
 from slipstream import LLM
 from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.engine.messages import Beam
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
 from slipstream.server.engine_link.engine import AdapterUse, TextRequest

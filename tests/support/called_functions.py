@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.engine.constraints.guided import Guided, Guides
 from slipstream.engine.constraints.vocabulary import Vocabulary
-from slipstream.engine.request import Guide
+from slipstream.engine.sampling_params import Guide
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.openai.call_reader import Reader, ToolCall
 

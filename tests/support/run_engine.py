@@ -10,7 +10,8 @@ import torch
 
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.messages import Beam
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.kernels.attention import plan_attention
 from slipstream.model.spec import ModelSpec

@@ -9,7 +9,7 @@ from slipstream.engine.beams.search import BeamSearch
 from slipstream.engine.blocks import NULL_BLOCK, BlockPool
 from slipstream.engine.messages import Beam
 from slipstream.engine.plan import StepPlan, StepResult
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scheduler import Scheduler
 
 END = 3

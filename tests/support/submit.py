@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.engine import UNASSIGNED, Engine, InFlight
 
 

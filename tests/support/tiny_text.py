@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as TokenizerFile
 from tokenizers import decoders, models, pre_tokenizers
 
 from slipstream.engine.messages import EngineInfo, EngineStats
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.model.spec import ModelSpec
 from slipstream.repository.models import Repository
 from slipstream.repository.templates import write_repository

@@ -9,7 +9,8 @@ import torch
 from run_engine import run_all
 from tiny_engine import build_tiny_engine
 
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.model.spec import Experts, ModelSpec
 from slipstream.weights.build import build_engine

@@ -10,7 +10,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from slipstream.engine.messages import Beam
-from slipstream.engine.request import Constraint, SamplingParams
+from slipstream.engine.request import Constraint
+from slipstream.engine.sampling_params import SamplingParams
 
 Candidates = list[tuple[int, float]]  # (token, log-probability), the likeliest first
 

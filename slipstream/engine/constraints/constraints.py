@@ -18,7 +18,8 @@ from slipstream.engine.constraints.bad_words import BadTexts, Spelling
 from slipstream.engine.constraints.guided import GuideError, Guides
 from slipstream.engine.constraints.stop_words import StopTexts
 from slipstream.engine.constraints.vocabulary import Vocabulary
-from slipstream.engine.request import Constraint, GenerateRequest, SamplingParams
+from slipstream.engine.request import Constraint, GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 
 NO_VOCABULARY = (
     "this engine knows no texts of its tokens: its tokenizer is missing, or of a kind that cannot "

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.engine.constraints.vocabulary import Vocabulary
-from slipstream.engine.request import Guide
+from slipstream.engine.sampling_params import Guide
 
 KINDS = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag", "choice")
 NOT_INSTALLED = "guided decoding needs the library llguidance: pip install 'slipstream[guided]'"

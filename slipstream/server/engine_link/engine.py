@@ -14,7 +14,8 @@ from typing import Protocol
 from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.engine.cache.retention import Retention
 from slipstream.engine.messages import Beam, EngineInfo, EngineStats
-from slipstream.engine.request import GenerateRequest, PromptTable, SamplingParams
+from slipstream.engine.request import GenerateRequest, PromptTable
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.mailbox import RequestOutput
 
 UNASSIGNED = 0  # request id of a GenerateRequest before `Engine.submit` gives it one

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.engine.constraints.guided import KINDS
-from slipstream.engine.request import Guide, SamplingParams
+from slipstream.engine.sampling_params import Guide, SamplingParams
 from slipstream.repository.config import ModelConfig
 from slipstream.request_fields.field import PYTHON_TYPES, Range, Words
 from slipstream.request_fields.table import ALIASES, BY_PARAMETER, COPIED, FIELDS

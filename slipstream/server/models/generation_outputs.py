@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from slipstream.engine.messages import Scores, Timing
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.repository.config import ModelConfig
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.fields.values import RequestFields

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.engine.request import Guide
+from slipstream.engine.sampling_params import Guide
 
 # Bounded white space between the parts of the arguments.
 _LAYOUT = {

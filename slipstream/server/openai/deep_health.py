@@ -11,7 +11,7 @@ import asyncio
 import time
 from typing import Any
 
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.engine import TextRequest
 from slipstream.server.http.exchange import Exchange
 from slipstream.server.http.pages import describe_get

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.engine.request import Guide, SamplingParams
+from slipstream.engine.sampling_params import Guide, SamplingParams
 from slipstream.request_fields.field import Field, Range, Words
 from slipstream.request_fields.table import COPIED, number_range, word_bounds
 from slipstream.server.engine_link.engine import AdapterUse, TextRequest

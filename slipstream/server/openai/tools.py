@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.engine.constraints.guided import GuideError, check_guide
-from slipstream.engine.request import Guide
+from slipstream.engine.sampling_params import Guide
 from slipstream.server.openai.call_formats import MARKED, CallFormat, find_format, force_call
 from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import ChatFields

@@ -10,7 +10,8 @@ from typing import Any
 
 from slipstream.engine.constraints.guided import GuideError, check_guide
 from slipstream.engine.messages import Beam
-from slipstream.engine.request import GenerateRequest, SamplingParams
+from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.engine import (
     UNASSIGNED,
     Engine,

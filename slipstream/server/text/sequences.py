@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from slipstream.engine.messages import Beam, EngineInfo
-from slipstream.engine.request import SamplingParams
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.request_fields.field import BEAM_SEARCH
 from slipstream.request_fields.table import conflicting_parameter
 from slipstream.server.engine_link.engine import TextBeam

@@ -1,0 +1,123 @@
+"""The sampling parameters of a request. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Lower temperatures count as 0: logits divided by them could overflow.
+MIN_TEMPERATURE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """A grammar that the whole output must match."""
+
+    kind: str  # json, json_schema, regex, ebnf_grammar, structural_tag or choice
+    text: str  # the schema, the expression, …; a JSON list of strings for choice
+
+
+@dataclass(frozen=True, slots=True)
+class BaseSamplingParams:
+    """The sampling parameters that requests and `slipstream.LLM` share. The defaults are greedy.
+
+    `temperature` 0 means greedy, whatever the other fields say. `top_k` 0, `top_p` 1 and `min_p` 0
+    mean off. The repetition penalty applies to tokens of the prompt and the output, the presence
+    and frequency penalties to tokens of the output only.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    top_p_decay: float = 1.0  # factor on top_p after each output token
+    top_p_min: float = 1e-6  # lower bound of the decayed top_p
+    top_p_reset_id: int = -1  # token that resets the decay; -1: none
+    min_p: float = 0.0
+    typical_p: float = 1.0  # probability of the locally typical tokens to sample from; 1: off
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0  # end ids are excluded before this many output tokens
+    # length of token sequences that may not occur twice, prompt included; 0: off
+    no_repeat_ngram: int = 0
+    log_probs: bool = False  # report the log-probability of each sampled token
+    top_log_probs: int = 0  # number of likeliest tokens to report for each sampled token
+    prompt_log_probs: bool = False  # report the log-probability of every prompt token but the first
+    context_logits: bool = False  # report the logits at every position of the prompt
+    # report the logits that each token was sampled from, before any parameter changed them
+    generation_logits: bool = False
+    beam_width: int = 1  # over 1: beam search, whose beams are sent when the request ends
+    length_penalty: float = 0.0  # a beam's score is its log-probability / length ** length_penalty
+    diversity_rate: float = 0.0  # times a beam's index, added to its score when beams are selected
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(BaseSamplingParams):
+    """The sampling parameters of a request."""
+
+    max_tokens: int = 16
+    seed: int = 0  # 64 bits; the caller draws one when the user gave none
+    end_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not occur
+    # texts that the output may not contain, however they are tokenised
+    bad_texts: tuple[str, ...] = ()
+    # texts that end a beam; for other requests the caller looks for stop words in the text
+    stop_texts: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, value added to its logit)
+    guide: Guide | None = None
+    # when a beam search ends. 1: at `beam_width` finished beams; 0: when a better one is unlikely;
+    # otherwise: when none can be better
+    early_stopping: int = 1
+    timing: bool = False  # report timestamps when the request ends
+
+    @property
+    def beams(self) -> bool:
+        """Whether the request is a beam search."""
+        return self.beam_width > 1
+
+    @property
+    def candidates(self) -> int:
+        """The number of continuations considered per beam: enough even if the best ones all end."""
+        return self.beam_width * max(2, 1 + len(self.end_ids))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether sampling is an argmax of the model's own logits, and only tokens are reported."""
+        changes_logits = (
+            self.penalised
+            or self.bad_words
+            or self.logit_bias
+            or self.min_tokens
+            or self.no_repeat_ngram
+            or self.constrained
+        )
+        reports_more = self.log_probs or self.top_log_probs or self.generation_logits
+        return self.greedy and not self.beams and not changes_logits and not reports_more
+
+    @property
+    def narrows(self) -> bool:
+        """Whether top-k or top-p restricts the tokens that a draw considers."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.top_p_decay < 1.0
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the allowed tokens depend on the text so far, so that the host must know a token
+        before the next one is sampled.
+        """
+        return self.guide is not None or bool(self.bad_texts or self.stop_texts)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether logits are needed at every position of the prompt, cached or not."""
+        return self.prompt_log_probs or self.context_logits
+
+    @property
+    def penalised(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
