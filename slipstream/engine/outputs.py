@@ -53,7 +53,7 @@ class OutputBuffer:
     ) -> None:
         """Do what `emit` does for a single token, the most frequent output."""
         outputs = self.outputs
-        request_id = request.request.request_id
+        request_id = request.submitted.request_id
         outputs.request_ids.append(request_id)
         outputs.token_counts.append(1)
         outputs.finish_reasons.append(reason)
@@ -64,7 +64,7 @@ class OutputBuffer:
             outputs.top_log_probs.setdefault(request_id, []).append(top)
 
     def scores(self, request: Request) -> Scores:
-        return self.outputs.scores.setdefault(request.request.request_id, Scores())
+        return self.outputs.scores.setdefault(request.submitted.request_id, Scores())
 
     def emit_prompt_scores(
         self, request: Request, position: int, scores: Scores, vocab_size: int
@@ -84,4 +84,4 @@ class OutputBuffer:
         owner.scored = max(owner.scored, min(request.committed, owner.prompt_tokens))
         # Otherwise they are sent with the first token.
         if owner.scored < owner.prompt_tokens or owner.group is not None:
-            self.emit(owner.request.request_id, cached_tokens=owner.cached_tokens)
+            self.emit(owner.submitted.request_id, cached_tokens=owner.cached_tokens)

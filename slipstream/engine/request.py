@@ -125,7 +125,7 @@ class Request:
     `reserved_blocks` counts held blocks, too.
     """
 
-    request: GenerateRequest
+    submitted: GenerateRequest  # the request as the client sent it
     arrival: int  # order of submission; kept through preemption
     tokens: list[int]  # tokens that the host knows: the prompt and the committed samples
     pending: int = 0  # tokens sampled by launched plans whose results have not arrived
@@ -158,8 +158,8 @@ class Request:
     limit: int = field(init=False)  # maximum number of tokens, prompt included
 
     def __post_init__(self) -> None:
-        self.sampling = self.request.sampling
-        self.prompt_tokens = len(self.request.prompt)
+        self.sampling = self.submitted.sampling
+        self.prompt_tokens = len(self.submitted.prompt)
         self.limit = self.prompt_tokens + self.sampling.max_tokens
 
     @property
@@ -179,11 +179,11 @@ class Request:
 
     def retention_priority(self, block: int, block_tokens: int) -> RetentionPriority | None:
         """Return the retention priority of a block, by its index in the table."""
-        retention = self.request.retention
+        retention = self.submitted.retention
         if retention is None:
             return None
         return retention.find_priority(block * block_tokens, self.prompt_tokens)
 
     def finish(self, reason: FinishReason) -> None:
-        assert self.finish_reason is None, f"request {self.request.request_id} finished twice"
+        assert self.finish_reason is None, f"request {self.submitted.request_id} finished twice"
         self.finish_reason = reason

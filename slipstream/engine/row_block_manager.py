@@ -159,7 +159,7 @@ class RowBlockManager:
             parent = (
                 hashes[-1]
                 if hashes
-                else root_hash(request.request.adapter, request.request.cache_salt)
+                else root_hash(request.submitted.adapter, request.submitted.cache_salt)
             )
             start = len(hashes) * size
             hashes.append(hash_block(parent, request.tokens[start : start + size]))
@@ -233,7 +233,7 @@ class RowBlockManager:
         request.blocks = held + [
             NULL_BLOCK if index in outside else next(loaded) for index in later
         ]
-        if request.request.retention is not None:
+        if request.submitted.retention is not None:
             for index in range(len(request.blocks)):
                 self._set_retention(request, index)
         request.hashed_blocks = len(request.blocks)
@@ -263,13 +263,13 @@ class RowBlockManager:
             self._peak_usage.add(self.max_blocks(request), None)
         request.reserved_blocks = reserved_blocks
         self.reserved_blocks += reserved_blocks
-        if self.adapters is not None and request.request.adapter:
-            self.adapters.use(request.request.adapter)
+        if self.adapters is not None and request.submitted.adapter:
+            self.adapters.use(request.submitted.adapter)
 
     def release(self, request: Request) -> None:
         """Release the row and the blocks of a running request."""
-        if self.adapters is not None and request.request.adapter:
-            self.adapters.release(request.request.adapter)
+        if self.adapters is not None and request.submitted.adapter:
+            self.adapters.release(request.submitted.adapter)
         self.reserved_blocks -= request.reserved_blocks
         self.blocks.release(request.blocks)
         request.blocks = []
@@ -352,7 +352,7 @@ class RowBlockManager:
         return self.max_blocks(request) - len(request.blocks)
 
     def _row_start(self, request: Request) -> RowStart:
-        adapter = request.request.adapter
+        adapter = request.submitted.adapter
         pages = self.adapters.get_pages(adapter) if self.adapters is not None and adapter else ()
         return RowStart(
             row=request.row,
@@ -362,7 +362,7 @@ class RowBlockManager:
             sampling=request.sampling,
             adapter=adapter,
             pages=pages,
-            prompt_table=request.request.prompt_table,
+            prompt_table=request.submitted.prompt_table,
         )
 
     # --- invariants ---
@@ -380,7 +380,7 @@ class RowBlockManager:
         for request in self.running.values():
             problem = self._invariant_problem(request)
             if problem:
-                raise AssertionError(f"request {request.request.request_id}: {problem}")
+                raise AssertionError(f"request {request.submitted.request_id}: {problem}")
 
     def _invariant_problem(self, request: Request) -> str:
         if not 0 <= request.committed <= request.scheduled <= request.known:

@@ -248,7 +248,7 @@ class Scheduler:
         for behind, request in zip(reversed(range(len(drafting))), drafting, strict=True):
             if budget > 0:
                 budget -= self._give(plan, request, 1, max(1, budget - behind))
-        for request in sorted(longer, key=lambda r: (-r.request.priority, r.arrival)):
+        for request in sorted(longer, key=lambda r: (-r.submitted.priority, r.arrival)):
             budget -= self._give(plan, request, self._chunk(request.deficit, budget), budget)
         return budget
 
@@ -282,7 +282,7 @@ class Scheduler:
     def _next_waiting(self) -> Request | None:
         """Return the first waiting request whose adapter is ready."""
         while (request := self._waiting.first()) is not None:
-            problem = self._adapters.problem(request.request)
+            problem = self._adapters.problem(request.submitted)
             if not problem and self._adapters.try_admit(request):
                 return request
             self._waiting.pop()
@@ -323,7 +323,7 @@ class Scheduler:
             self._counters.prompt_tokens += leader.prompt_tokens
             self._counters.cached_prompt_tokens += leader.cached_tokens
             self._counters.reused_blocks += reused
-            self._queue_times.start(leader.request.request_id)
+            self._queue_times.start(leader.submitted.request_id)
 
     def _give(self, plan: StepPlan, request: Request, count: int, budget: int) -> int:
         """Schedule up to `count` tokens of a request and draft tokens after them; return how many
@@ -360,7 +360,7 @@ class Scheduler:
         """Preempt requests until enough blocks are available; False if `request` was preempted."""
         while blocks > self.blocks.available:
             running = self._manager.running.values()
-            self._preempt(plan, max(running, key=lambda r: (-r.request.priority, r.arrival)))
+            self._preempt(plan, max(running, key=lambda r: (-r.submitted.priority, r.arrival)))
             if request.row < 0:
                 return False
         return True
@@ -396,13 +396,13 @@ class Scheduler:
 
     def _expire(self) -> None:
         now = self._clock()
-        for request in [r for r in self._live.values() if (r.request.deadline or math.inf) <= now]:
+        for request in [r for r in self._live.values() if (r.submitted.deadline or math.inf) <= now]:
             self._finish(request, "timeout")
 
     def _finish(self, request: Request, reason: FinishReason, error: str = "") -> None:
         """End a request and send its end."""
         request = request if request.group is None else request.group.leader
-        request_id = request.request.request_id
+        request_id = request.submitted.request_id
         request.finish(reason)
         if request.group is not None and reason != "error":
             self._outputs.outputs.beams[request_id] = request.group.search.results()
@@ -411,16 +411,16 @@ class Scheduler:
 
     def _drop(self, request: Request) -> None:
         """Release everything that a finished request holds. Its hashed blocks stay in the cache."""
-        request_id = request.request.request_id
+        request_id = request.submitted.request_id
         del self._live[request_id]
         if request.sampling.timing:
             self._outputs.outputs.timings[request_id] = to_timing(request.stats)
-        self._with_deadline -= request.request.deadline is not None
+        self._with_deadline -= request.submitted.deadline is not None
         self._counters.finished += 1
         self._counters.cancelled += request.finish_reason == "cancelled"
         self._counters.failed += request.finish_reason == "error"
         self._queue_times.leave(request_id)
-        self._adapters.release(request.request)
+        self._adapters.release(request.submitted)
         self._waiting.push(*release_dependents(request, over=True))
         for member in _members(request):
             if member.row >= 0:

@@ -91,7 +91,7 @@ def propose_draft_tokens(request: Request, count: int, budget: int, blocks: Bloc
     if most <= 0:
         return []
     draft_tokens = request.proposer.propose(request.tokens, request.prompt_tokens, most)
-    table = request.request.prompt_table
+    table = request.submitted.prompt_table
     if table is None:
         return draft_tokens
     # Prompt lookup may find tokens of the prompt table, which the model cannot sample.

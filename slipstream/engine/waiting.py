@@ -19,7 +19,7 @@ class WaitingQueue:
 
     def push(self, *requests: Request) -> None:
         for request in requests:
-            heapq.heappush(self._heap, (-request.request.priority, request.arrival, request))
+            heapq.heappush(self._heap, (-request.submitted.priority, request.arrival, request))
 
     def first(self) -> Request | None:
         """Return the next request without removing it."""
@@ -51,8 +51,8 @@ def share_prompt(request: Request, source: Request | None) -> bool:
 def _can_share(request: Request, source: Request) -> bool:
     if source.group is not None or request.group is not None or request.sampling.scores_prompt:
         return False
-    new = request.request
-    old = source.request
+    new = request.submitted
+    old = source.submitted
     return (
         new.prompt == old.prompt
         and new.adapter == old.adapter

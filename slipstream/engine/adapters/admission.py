@@ -51,7 +51,7 @@ class AdapterAdmission:
 
     def try_admit(self, request: Request) -> bool:
         """Return whether the request may start now. Otherwise it is deferred to the next step."""
-        adapter = request.request.adapter
+        adapter = request.submitted.adapter
         if self._adapters is None or not adapter:
             return True
         loaded = self._adapters.is_loaded(adapter)
@@ -88,6 +88,6 @@ class AdapterAdmission:
 
     def check_integrity(self, live: Iterable[Request], running: Iterable[Request]) -> None:
         if self._adapters is not None:
-            held = [request.request.adapter for request in live]
-            used = [request.request.adapter for request in running]
+            held = [request.submitted.adapter for request in live]
+            used = [request.submitted.adapter for request in running]
             self._adapters.check_integrity(held, used)

@@ -52,7 +52,7 @@ class BeamGroup:
             # A constraint depends on the tokens it is given, so all beams can share one.
             members.append(
                 Request(
-                    leader.request,
+                    leader.submitted,
                     leader.arrival,
                     list(leader.tokens),
                     constraint=leader.constraint,
