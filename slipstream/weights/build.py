@@ -90,7 +90,7 @@ def _is_built(output: Path, plan: EnginePlan) -> bool:
     """Return whether the folder holds the complete result of this plan."""
     try:
         config = read_engine_config(output)
-        if config.path != output or config.request != plan.request:
+        if config.path != output or config.inputs_hash != plan.inputs_hash:
             return False
         read_header(output / _WEIGHTS_NAME)
     except (EngineFolderError, TensorFileError):
@@ -119,7 +119,7 @@ def _write_folder(source: Source, plan: EnginePlan, staging: Path, progress: Pro
         "content_hash": _content_hash(source, plan, files),
         "files": files,
         "source": source.label,
-        "request": plan.request,
+        "request": plan.inputs_hash,
     }
     document = config_document(
         VERSION, source.spec, plan.dtype, plan.quantisation, plan.details, source.generation, own

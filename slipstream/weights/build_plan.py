@@ -22,7 +22,7 @@ class BuildPlan(Generic[Details]):
     dtype: str
     quantisation: Quantisation
     details: Details
-    request: str  # hash of all inputs; a folder with the same hash need not be built again
+    inputs_hash: str  # a folder with the same hash need not be built again
 
 
 def plan_build(
@@ -49,5 +49,5 @@ def plan_build(
         asdict(quantisation),
         asdict(details),
     ]
-    request = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
-    return BuildPlan(stored, quantisation, details, request)
+    inputs_hash = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+    return BuildPlan(stored, quantisation, details, inputs_hash)

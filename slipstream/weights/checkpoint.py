@@ -202,7 +202,7 @@ def _is_written(output: Path, plan: CheckpointPlan) -> bool:
     """Return whether the folder holds the result of this plan, with all ranks complete."""
     try:
         own = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))["slipstream"]
-        if own["request"] != plan.request:
+        if own["request"] != plan.inputs_hash:
             return False
         for rank in range(plan.details.world_size):
             read_header(output / rank_file(rank))
@@ -230,6 +230,6 @@ def _document(source: Source, plan: CheckpointPlan) -> dict[str, Any]:
             "format": _FORMAT,
             "version": VERSION,
             "source": source.label,
-            "request": plan.request,
+            "request": plan.inputs_hash,
         },
     }

@@ -51,7 +51,7 @@ class EngineConfig:
     generation: GenerationDefaults
     content_hash: str
     files: dict[str, str]  # name → SHA-256 of every other file of the folder
-    request: str  # hash of the inputs of the build; the same build need not run again
+    inputs_hash: str  # "request" in config.json; the same build need not run again
 
 
 def read_engine_config(path: str | Path) -> EngineConfig:
@@ -152,7 +152,7 @@ def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineC
         ),
         content_hash=own["content_hash"],
         files=dict(own["files"]),
-        request=own.get("request", ""),
+        inputs_hash=own.get("request", ""),
     )
 
 
