@@ -19,8 +19,8 @@ import heapq
 from array import array
 from collections.abc import Iterable, Sequence
 
+from slipstream.engine.cache.eviction import IdleBlocks, RetentionPriority
 from slipstream.engine.cache.host_blocks import HostBlocks
-from slipstream.engine.cache.retention import IdleBlocks, RetentionPriority
 
 NULL_BLOCK = 0
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from slipstream.engine.adapters.cache import AdapterSource
-from slipstream.engine.cache.retention import Retention, RetentionPriority
+from slipstream.engine.cache.eviction import Retention, RetentionPriority
 from slipstream.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -87,7 +87,12 @@ class ResultHandler:
             log_probs = [result.log_probs[place] for place in places]
         tops = [result.top_log_probs[place] for place in places if place in result.top_log_probs]
         self._outputs.emit(
-            request.submitted.request_id, tokens, reason or "", request.cached_tokens, log_probs, tops
+            request.submitted.request_id,
+            tokens,
+            reason or "",
+            request.cached_tokens,
+            log_probs,
+            tops,
         )
 
     def apply_beam(self, member: Request, group: BeamGroup, result: StepResult, index: int) -> None:

@@ -396,7 +396,9 @@ class Scheduler:
 
     def _expire(self) -> None:
         now = self._clock()
-        for request in [r for r in self._live.values() if (r.submitted.deadline or math.inf) <= now]:
+        for request in [
+            r for r in self._live.values() if (r.submitted.deadline or math.inf) <= now
+        ]:
             self._finish(request, "timeout")
 
     def _finish(self, request: Request, reason: FinishReason, error: str = "") -> None:

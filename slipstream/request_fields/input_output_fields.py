@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.engine.cache.retention import LARGEST_PRIORITY
+from slipstream.engine.cache.eviction import LARGEST_PRIORITY
 from slipstream.request_fields.field import (
     BEAM_SEARCH,
     DRAFT_MODEL,

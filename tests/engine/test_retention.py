@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scheduler_harness import Harness, make_scheduler
 
 from slipstream.engine.blocks import BlockPool
-from slipstream.engine.cache.retention import (
+from slipstream.engine.cache.eviction import (
     DEFAULT_PRIORITY,
     IdleBlocks,
     Retention,

@@ -4,7 +4,7 @@ import pytest
 from grpc_stack import ask, request, running, tensor, token_inputs, until
 from tiny_engine import build_tiny_engine
 
-from slipstream.engine.cache.retention import Retention, RetentionPriority, RetentionRange
+from slipstream.engine.cache.eviction import Retention, RetentionPriority, RetentionRange
 from slipstream.repository.templates import write_repository
 from slipstream.server.fields.token_requests import read_retention
 from slipstream.server.fields.values import read_request_fields

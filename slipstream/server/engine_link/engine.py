@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.engine.adapters.cache import AdapterSource
-from slipstream.engine.cache.retention import Retention
+from slipstream.engine.cache.eviction import Retention
 from slipstream.engine.messages import Beam, EngineInfo, EngineStats
 from slipstream.engine.request import GenerateRequest, PromptTable
 from slipstream.engine.sampling_params import SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.engine.cache.retention import Retention, RetentionPriority, RetentionRange
+from slipstream.engine.cache.eviction import Retention, RetentionPriority, RetentionRange
 from slipstream.engine.request import PromptTable
 from slipstream.repository.models import EngineModel
 from slipstream.request_fields.field import Words
