@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 _IDLE_SECONDS = 0.005  # wait for a constraint or an adapter when there is no other work
 
 
-class AnyHandle(Protocol):
+class LaunchedStep(Protocol):
     """A launched plan. `result` waits for it."""
 
     def result(self) -> StepResult: ...
 
 
-class AnyRunner(Protocol):
+class StepRunner(Protocol):
     """Carries out plans; see runner.py for the CPU and gpu/runner.py for the GPU."""
 
     block_tokens: int
@@ -38,14 +38,14 @@ class AnyRunner(Protocol):
     adapters: AdapterPages | None
     host: HostCache | None
 
-    def launch(self, plan: StepPlan) -> AnyHandle: ...
+    def launch(self, plan: StepPlan) -> LaunchedStep: ...
 
 
 class EngineLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: AnyRunner,
+        runner: StepRunner,
         info: EngineInfo,
         depth: int = 1,
         adapters: AdapterLoader | None = None,
@@ -59,7 +59,7 @@ class EngineLoop:
         self.depth = depth
         self.adapters = adapters
         self.constraints = Constraints()  # the caller replaces it if it has a tokenizer
-        self._in_flight: deque[tuple[StepPlan, AnyHandle]] = deque()
+        self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
 
     def submit(self, request: GenerateRequest) -> None:
         if request.sampling.constrained:
@@ -114,7 +114,7 @@ class EngineLoop:
             else:
                 self._add(request, constraint)
 
-    def _launch(self, plan: StepPlan) -> AnyHandle:
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         if self.adapters is not None and plan.placed:
             self.adapters.place(plan.placed)
             self.runner.adapters = self.adapters.pages

@@ -180,7 +180,7 @@ class EngineStats:
     # requests per bucket of QUEUE_SECONDS_BOUNDS
     queue_counts: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_SECONDS_BOUNDS) + 1))
 
-    def after(self, before: EngineStats) -> EngineStats:
+    def plus_totals_of(self, before: EngineStats) -> EngineStats:
         """Return these statistics with the counters of the engine that this one replaced added."""
         totals = {name: getattr(self, name) + getattr(before, name) for name in _TOTALS}
         queue_counts = [

@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.engine.plan import StepResult
 from slipstream.engine.rows import Rows
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.engine.transfer import numbers, to_device
+from slipstream.engine.transfer import list_to_device, to_device
 from slipstream.kernels import sampling
 
 TopTokens = tuple[int, Tensor, Tensor]  # (sample, tokens [n], log-probabilities [n])
@@ -118,9 +118,9 @@ def _penalise(
     if not chosen:
         return
     longest = max(lengths[i] for i in chosen)
-    where = numbers(chosen, logits.device)
+    where = list_to_device(chosen, logits.device)
     # [chosen, longest]
-    history = state.tokens[numbers([rows[i] for i in chosen], logits.device), :longest]
+    history = state.tokens[list_to_device([rows[i] for i in chosen], logits.device), :longest]
     position = torch.arange(longest, device=logits.device)
     column = _column(logits.device)
     known = position < column([lengths[i] for i in chosen])
@@ -161,7 +161,7 @@ def _apply_masks(logits: Tensor, rows: list[int], state: Rows) -> None:
     allowed = (to_device(words, logits.device)[:, :, None] >> bits & 1).view(len(chosen), -1)[
         :, : logits.shape[-1]
     ]
-    where = numbers(chosen, logits.device)
+    where = list_to_device(chosen, logits.device)
     logits[where] = logits[where].masked_fill(allowed == 0, -math.inf)
 
 
@@ -175,7 +175,7 @@ def _top_p(
         return None
     column = _column(state.device)
     longest = max(lengths)
-    history = state.tokens[numbers(rows, state.device), :longest]  # [samples, longest]
+    history = state.tokens[list_to_device(rows, state.device), :longest]  # [samples, longest]
     position = torch.arange(longest, device=state.device)
     output_start = column([state.prompt_tokens[row] for row in rows])
     resets = (history == column([p.top_p_reset_id for p in parameters])) & (
@@ -222,7 +222,7 @@ def _draw_narrowed(
     """Draw tokens of rows with top-k or top-p."""
     column = _column(logits.device)
     some = [parameters[index] for index in chosen]
-    where = numbers(chosen, logits.device)
+    where = list_to_device(chosen, logits.device)
     widest = 0 if any(p.top_k == 0 for p in some) else max(p.top_k for p in some)
     tokens[where] = sampling.draw_narrowed(
         _select(logits, chosen, where),
@@ -246,7 +246,7 @@ def _draw_from_all(
     """Draw tokens of rows without top-k and top-p."""
     column = _column(logits.device)
     some = [parameters[index] for index in chosen]
-    where = numbers(chosen, logits.device)
+    where = list_to_device(chosen, logits.device)
     min_p = column([p.min_p for p in some]) if any(p.min_p > 0 for p in some) else None
     tokens[where] = sampling.draw_from_all(
         _select(logits, chosen, where),
@@ -299,6 +299,6 @@ def _column(
     """Return a function that copies a list [n] to the device as a column [n, 1]."""
 
     def column(values: list[int] | list[float] | list[bool]) -> Tensor:
-        return numbers(values, device)[:, None]
+        return list_to_device(values, device)[:, None]
 
     return column

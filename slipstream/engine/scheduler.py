@@ -243,13 +243,18 @@ class Scheduler:
                 if request.scheduled < len(request.blocks) * block_tokens:
                     budget -= self._schedule(plan, request, 1)  # the usual case: its block has room
                 else:
-                    budget -= self._give(plan, request, 1, budget)
+                    budget -= self._schedule_up_to(plan, request, 1, budget)
         # Draft tokens use the budget that is left once every request has a token.
-        for behind, request in zip(reversed(range(len(drafting))), drafting, strict=True):
+        # `still_to_schedule` counts the requests after this one: each needs a token of the budget.
+        for still_to_schedule, request in zip(
+            reversed(range(len(drafting))), drafting, strict=True
+        ):
             if budget > 0:
-                budget -= self._give(plan, request, 1, max(1, budget - behind))
+                budget -= self._schedule_up_to(plan, request, 1, max(1, budget - still_to_schedule))
         for request in sorted(longer, key=lambda r: (-r.submitted.priority, r.arrival)):
-            budget -= self._give(plan, request, self._chunk(request.deficit, budget), budget)
+            budget -= self._schedule_up_to(
+                plan, request, self._chunk(request.deficit, budget), budget
+            )
         return budget
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
@@ -277,7 +282,7 @@ class Scheduler:
                 return  # later requests wait too, so that they do not overtake this one for ever
             self._waiting.pop()
             self._start(plan, first, found, on_host, source)
-            budget -= self._give(plan, first, count, budget)
+            budget -= self._schedule_up_to(plan, first, count, budget)
 
     def _next_waiting(self) -> Request | None:
         """Return the first waiting request whose adapter is ready."""
@@ -325,7 +330,7 @@ class Scheduler:
             self._counters.reused_blocks += reused
             self._queue_times.start(leader.submitted.request_id)
 
-    def _give(self, plan: StepPlan, request: Request, count: int, budget: int) -> int:
+    def _schedule_up_to(self, plan: StepPlan, request: Request, count: int, budget: int) -> int:
         """Schedule up to `count` tokens of a request and draft tokens after them; return how many
         in all.
         """

@@ -17,7 +17,7 @@ from slipstream.engine.adapters.loader import ReadFolder, create_adapters
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.cache.host_cache import HostCache
 from slipstream.engine.cache.window import Window
-from slipstream.engine.loop import AnyRunner, EngineLoop
+from slipstream.engine.loop import EngineLoop, StepRunner
 from slipstream.engine.messages import EngineInfo
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.runner import Runner
@@ -141,7 +141,7 @@ def _create_model(
 
 
 class _Prepared(NamedTuple):
-    runner: AnyRunner
+    runner: StepRunner
     step_bytes: int = 0  # GPU memory that a step with the full budget takes
     graph_bytes: int = 0  # GPU memory of captured steps
 
@@ -167,7 +167,7 @@ def _prepare_runner(
     return _Prepared(runner)
 
 
-def _add_host_cache(runner: AnyRunner, settings: EngineSettings, blocks: int) -> int:
+def _add_host_cache(runner: StepRunner, settings: EngineSettings, blocks: int) -> int:
     """Add host memory for evicted blocks to the runner; return how many fit."""
     slots = memory.host_slots(settings.host_cache_bytes, runner.cache.nbytes, blocks)
     if slots and settings.reuse:
@@ -199,7 +199,7 @@ def _create_scheduler(
 
 def warm_up(
     spec: ModelSpec,
-    runner: AnyRunner,
+    runner: StepRunner,
     total_blocks: int,
     longest: int,
     tokens: int = 16,

@@ -17,7 +17,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def numbers(
+def list_to_device(
     values: Sequence[int] | Sequence[float] | Sequence[bool], device: torch.device
 ) -> Tensor:
     """Copy a list [n] to the device, as the type that torch gives such numbers.

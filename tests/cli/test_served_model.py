@@ -85,7 +85,7 @@ def test_an_engine_is_rebuilt_only_if_its_weights_changed(home, capsys):
     repository = read_repository(model.repository)
     assert set(repository.models) >= {"mine", "ensemble", "tensorrt_llm"}
     assert repository.engines["tensorrt_llm"].engine.path == model.engine
-    built = read_engine_config(model.engine).request
+    built = read_engine_config(model.engine).inputs_hash
     config = model.repository / "mine" / "config.pbtxt"
     config.write_text(config.read_text() + "# mine\n")
     capsys.readouterr()
@@ -96,7 +96,7 @@ def test_an_engine_is_rebuilt_only_if_its_weights_changed(home, capsys):
     shutil.rmtree(home / "mine")
     save_model(home / "mine", num_hidden_layers=1)
     make(model)
-    assert read_engine_config(model.engine).request != built
+    assert read_engine_config(model.engine).inputs_hash != built
     assert config.read_text().endswith("# mine\n"), "what somebody changed stays"
 
 

@@ -254,7 +254,7 @@ def test_counters_continue_after_an_engine_restart_and_gauges_do_not():
         thousands = {field.name: 1000 for field in fields(EngineStats)} | {
             "queue_counts": [1000] * 12
         }
-        stats = Alone.stats.after(EngineStats(**thousands))
+        stats = Alone.stats.plus_totals_of(EngineStats(**thousands))
 
     def families(engine):
         metrics = ServerMetrics()

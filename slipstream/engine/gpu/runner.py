@@ -24,7 +24,7 @@ from slipstream.engine.gpu.step_arrays import (
 from slipstream.engine.plan import StepFailed, StepPlan, StepResult
 from slipstream.engine.rows import Rows
 from slipstream.engine.runner import copy_blocks, sampling_places
-from slipstream.engine.transfer import numbers, to_device
+from slipstream.engine.transfer import list_to_device, to_device
 from slipstream.kernels import packed_cache
 from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import TILE_TOKENS, GpuStepAdapters, Tiles, cut_adapter_tiles
@@ -390,7 +390,7 @@ def _in_plan_order(sampled: sampler.Sampled, order: list[int], plan: StepPlan) -
         return sampled
     place = sorted(range(len(computed)), key=computed.__getitem__)
     new_index = {computed_at: plan_at for plan_at, computed_at in enumerate(place)}
-    where = numbers(place, sampled.tokens.device)
+    where = list_to_device(place, sampled.tokens.device)
     return sampler.Sampled(
         tokens=sampled.tokens[where],
         best=sampled.best[where],

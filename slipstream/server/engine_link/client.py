@@ -96,13 +96,13 @@ class EngineClient:
         predecessor = self._predecessor
         if predecessor is not None and predecessor.info is None:
             # it has ended, so its totals are final
-            self._past_stats = self._past_stats.after(predecessor.stats)
+            self._past_stats = self._past_stats.plus_totals_of(predecessor.stats)
             self._predecessor = None
             predecessor = None
         past = self._past_stats
         if predecessor is not None:
-            past = past.after(predecessor.stats)
-        return self._process_stats.after(past)
+            past = past.plus_totals_of(predecessor.stats)
+        return self._process_stats.plus_totals_of(past)
 
     def count_on_from(self, predecessor: EngineClient) -> None:
         """Add the totals of the engine that this one replaces, which may still finish its work."""
@@ -244,7 +244,7 @@ class EngineClient:
         self._lose(how)
         self._child.close()
         self._child = None
-        self._past_stats = self._process_stats.after(self._past_stats)
+        self._past_stats = self._process_stats.plus_totals_of(self._past_stats)
         self._process_stats = EngineStats()
         logger.error("the engine process is gone: %s", self.failure, extra={"model": self._name})
         if self.info is None:
