@@ -34,7 +34,7 @@ class Bf12Weight(NamedTuple):
     scales: Tensor  # float32 [rows]: powers of two
 
 
-def packs(weight: Tensor) -> bool:
+def can_pack(weight: Tensor) -> bool:
     """Return whether a weight [rows, columns] has a type and sizes that can be packed."""
     return weight.dtype == torch.bfloat16 and weight.shape[1] % GROUP == 0
 

@@ -39,7 +39,9 @@ def mixture(
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """Return [pairs, out]: each pair's row times the weight of its expert. The twin of the kernel.
+    """Return [pairs, out]: each pair's row times the weight of its expert.
+
+    The torch reference of the kernel.
 
     x: [tokens, in] or [pairs, in], weight: [experts, out, in], chosen: [tokens, per_token]
     """

@@ -18,8 +18,10 @@ class Quantised(NamedTuple):
 
 
 class Unscaled(NamedTuple):
-    """A normalised row whose RMS factor is still to be applied. The consuming GEMV multiplies its
-    output by it, because it is known only after all CTAs have finished.
+    """A normalised row whose RMS factor is still to be applied.
+
+    The next GEMV applies the RMS factor to its output: the factor is known only when all CTAs of
+    this one are done.
     """
 
     values: Tensor  # [1, size], times the norm's weight

@@ -3,18 +3,28 @@
 Attention reads a quarter less, and the same memory holds almost a third more tokens. Switch:
 `KernelOptions.compressed_kv_cache`.
 
-As in a row of weights (`kernels/bf12.py`), four bits hold the distance of a number's exponent from
-the largest one of its token's head. So a number has 12 bits and is the same number. The exception
-is numbers more than 2^14 times smaller than the largest of their head: they may lose at most 2^-22
-of it. From 2^80 on a number is infinite.
+A number has 12 bits, as in `kernels/bf12.py`: the sign, seven bits of mantissa, and four bits that
+say how far its exponent is from the largest exponent of its head (of one token). Packing keeps the
+number exactly. The exception is numbers more than 2^14 times smaller than the largest of their
+head: they may lose at most 2^-22 of it. A number of 2^80 or more becomes infinite.
 
-The four runs of a head are the even columns of its first half, the odd ones, and those of its
-second half: RoPE pairs the halves, and neighbouring columns are in one thread. Three runs of 16-bit
-words hold them, with the fourth in the bits that exponents left free. 32 tokens are stored
-together: the first run of all of them, so that a load reads contiguous memory, the second, the
-third, then their scales. Scales are the upper halves of float32 powers of two, 2^64 times smaller
-than the factor of a number read as bfloat16. Empty words behind them align the next tokens to 128
-bytes.
+A head's columns form four runs: the even and the odd columns of its first half, then the even and
+the odd columns of its second half. This is because RoPE pairs the halves, and because a thread
+holds neighbouring columns. Number i of all four runs shares three 16-bit words. The words hold the
+numbers of runs 1 to 3 at bfloat16's bit positions. Run 4's number is spread over the four upper
+exponent bits that these do not need (S sign, E exponent, M mantissa; small letters: run 4):
+
+    bit      15   14 13 12 11   10  9  8  7    6  5  4  3  2  1  0
+    word 1    S   m3 m2 m1 m0   E3 E2 E1 E0   M6 M5 M4 M3 M2 M1 M0    run 1
+    word 2    S   e0 m6 m5 m4   E3 E2 E1 E0   M6 M5 M4 M3 M2 M1 M0    run 2
+    word 3    S    s e3 e2 e1   E3 E2 E1 E0   M6 M5 M4 M3 M2 M1 M0    run 3
+
+32 tokens of a KV head are stored together, so that a load reads contiguous memory:
+
+    | word 1 of 32 tokens | word 2 of 32 tokens | word 3 of 32 tokens | 32 scales | 32 empty words |
+
+A scale is a power of two: the upper half of a float32. It is 2^64 times smaller than the factor for
+a number that is read as bfloat16. The empty words align the next tokens to 128 bytes.
 """
 
 from __future__ import annotations
@@ -49,13 +59,13 @@ def kv_cache_dtype(
     """
     if fp8 and converts_e4m3(device):
         return torch.float8_e4m3fn
-    fits = packs(dtype, head_size, rotary_size, block_tokens)
+    fits = can_pack(dtype, head_size, rotary_size, block_tokens)
     if device.type == "cuda" and options.compressed_kv_cache and fits:
         return DTYPE
     return dtype
 
 
-def packs(dtype: torch.dtype, head_size: int, rotary_size: int, block_tokens: int) -> bool:
+def can_pack(dtype: torch.dtype, head_size: int, rotary_size: int, block_tokens: int) -> bool:
     """Return whether the 12-bit format can hold keys and values of this type and these sizes."""
     rotated = rotary_size == head_size
     fits = head_size in _SIZES and block_tokens % TOKENS == 0

@@ -114,8 +114,8 @@ def test_pieces_are_packed_as_the_whole(monkeypatch):
     ("dtype", "columns"), [(torch.float16, 256), (torch.float32, 256), (torch.bfloat16, 320)]
 )
 def test_packs_bfloat16_with_multiples_of_256_columns(dtype, columns):
-    assert not bf12.packs(torch.zeros(128, columns, dtype=dtype))
-    assert bf12.packs(torch.zeros(1, 256, dtype=torch.bfloat16))
+    assert not bf12.can_pack(torch.zeros(128, columns, dtype=dtype))
+    assert bf12.can_pack(torch.zeros(1, 256, dtype=torch.bfloat16))
 
 
 def case(tokens: int, rows: int, size: int, bias: bool):

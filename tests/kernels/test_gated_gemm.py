@@ -1,4 +1,4 @@
-"""The fused gated GEMM: against its twin, which weights it takes, and when it is used."""
+"""The fused gated GEMM: against its torch reference, which weights it takes, and when it is used."""
 
 import math
 from types import SimpleNamespace

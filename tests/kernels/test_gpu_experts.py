@@ -1,5 +1,5 @@
-"""The kernels of a mixture of experts against their torch twins. Without a GPU they run in Triton's
-interpreter.
+"""The kernels of a mixture of experts against their torch references. Without a GPU they run in
+Triton's interpreter.
 """
 
 import os

@@ -204,8 +204,8 @@ def test_attention_over_packed_keys_and_values(heads, kv_heads, size, mix, rule)
     cache = pack(plain)
     spoil(cache, beside)
     got = plan.attend(step.to(DTYPE).to(DEVICE), *cache, rule)
-    twin = plan_attention(tables[order], positions[order], counts[order], BLOCK, plain[None])
-    expected = twin.attend(step[:, :heads].float(), *plain, rule)
+    reference = plan_attention(tables[order], positions[order], counts[order], BLOCK, plain[None])
+    expected = reference.attend(step[:, :heads].float(), *plain, rule)
     assert (got.float().cpu() - expected).norm() < TOLERANCE * expected.norm()
 
 
@@ -310,8 +310,8 @@ def test_attention_over_keys_and_values_of_any_magnitude():
         )
         rule = AttentionRule(0.1 / scale)
         got = plan.attend(step.to(DTYPE).to(DEVICE), *pack(stored), rule).float().cpu()
-        twin = plan_attention(tables, lengths - 1, np.ones_like(lengths), BLOCK, stored[None])
-        expected = twin.attend(step[:, :2], *stored, rule)
+        reference = plan_attention(tables, lengths - 1, np.ones_like(lengths), BLOCK, stored[None])
+        expected = reference.attend(step[:, :2], *stored, rule)
         assert (got - expected).norm() < TOLERANCE * expected.norm()
 
 
@@ -331,8 +331,8 @@ def test_attention_over_keys_and_values_of_any_magnitude():
         (torch.float32, 128, 128, 32, False),
     ],
 )
-def test_packs_rotated_bfloat16_heads_of_64_128_and_256(dtype, size, rotated, block, packed):
-    assert packed_cache.packs(dtype, size, rotated, block) is packed
+def test_can_pack_rotated_bfloat16_heads_of_64_128_and_256(dtype, size, rotated, block, packed):
+    assert packed_cache.can_pack(dtype, size, rotated, block) is packed
 
 
 def test_words_of_a_head_and_their_alignment():

@@ -1,6 +1,7 @@
 """Fused GEMV, residual addition and norm of a single token: the same logits as the plain path.
 
-The GPU kernels have twins of their own. Here a torch version of them shows which layers fuse.
+tests/kernels compares the GPU kernels with torch references. Here a torch version of the kernels
+shows which layers fuse.
 """
 
 import numpy as np

@@ -59,9 +59,9 @@ def type_of(argument: Any) -> str:
 
 
 def compiled(
-    kernel: launch.Quick, grid: tuple[int, ...], *arguments: Any, **constants: Any
+    kernel: launch.CachedKernel, grid: tuple[int, ...], *arguments: Any, **constants: Any
 ) -> None:
-    """Compile a kernel and print its shared memory; replaces `Quick._launch`."""
+    """Compile a kernel and print its shared memory; replaces `CachedKernel._launch`."""
     if "ON_DEVICE" in constants:  # False for tensors on a CPU
         constants["ON_DEVICE"] = True
     options = {
@@ -146,7 +146,7 @@ def linear(tokens: int, dtype: torch.dtype, stored: torch.dtype, gated: bool = F
 
 
 def main() -> None:
-    launch.Quick._launch = compiled  # type: ignore[method-assign]
+    launch.CachedKernel._launch = compiled  # type: ignore[method-assign]
     overlapping = (
         {"OVERLAP": True, "launch_pdl": True} if ARCHITECTURE >= 90 else {"OVERLAP": False}
     )

@@ -6,7 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, power_of_two
+from slipstream.kernels.gpu.launch import (
+    CachedKernel,
+    overlapping,
+    pieces,
+    power_of_two,
+    wait_and_trigger,
+)
 from slipstream.kernels.gpu.quantised import new_quantised, store_quantised, warps_for
 from slipstream.kernels.inputs import Quantised
 
@@ -15,7 +21,10 @@ _BLOCK = 1024
 
 @triton.jit
 def silu_times(activated, multiplied):
-    """Return silu(activated) × multiplied, in their type; rounded in between, as the twin does."""
+    """Return silu(activated) × multiplied, in their type.
+
+    silu(activated) is rounded to that type first, like in the torch reference.
+    """
     fp32 = activated.to(tl.float32)
     return (fp32 * tl.sigmoid(fp32)).to(multiplied.dtype) * multiplied
 
@@ -26,23 +35,23 @@ def _gate(x, row, column, inside, size):
     return silu_times(activated, tl.load(x + row * 2 * size + size + column, inside, other=0.0))
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _silu_gated(x, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    follow(OVERLAP)
+    wait_and_trigger(OVERLAP)
     tl.store(out + row * size + column, _gate(x, row, column, inside, size), inside)
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _silu_gated_quantised(x, values, scales, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    follow(OVERLAP)
+    wait_and_trigger(OVERLAP)
     y = _gate(x, row, column, inside, size).to(tl.float32)
     store_quantised(y, values, scales, row, column, inside, size)
 
@@ -59,7 +68,7 @@ def silu_gated(x: Tensor) -> Tensor:
 
 
 def silu_gated_quantised(x: Tensor) -> Quantised:
-    """Return the same rounded to e4m3."""
+    """Like `silu_gated`, with the result quantised to e4m3."""
     tokens = x.shape[0]
     size = x.shape[1] // 2
     out = new_quantised(tokens, size, x.device)

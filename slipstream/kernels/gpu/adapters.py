@@ -1,4 +1,4 @@
-"""LoRA adapters on the GPU. The torch twin is `CpuStepAdapters` of kernels/adapters.py.
+"""LoRA adapters on the GPU. The torch reference is `CpuStepAdapters` of kernels/adapters.py.
 
 Two kernels per linear layer: `_shrink` computes the middle [tokens, pages, parts * rank] from x and
 A, `_expand` adds B's share to y. Both run over tiles, which are tokens of one row. They read a
@@ -21,7 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.adapters import AdapterPages
-from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, power_of_two
+from slipstream.kernels.gpu.launch import (
+    CachedKernel,
+    overlapping,
+    pieces,
+    power_of_two,
+    wait_and_trigger,
+)
 
 TILE_TOKENS = 64  # tokens of a prompt's tile
 _SMALLEST = 16  # the smallest dimension of tl.dot
@@ -33,7 +39,7 @@ _HELD = 8192  # elements of A or B that a CTA of a decode step reads at once
 _MOST_SPLITS = 16  # parts of the sum over inputs in a decode step
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _shrink(
     x,
@@ -97,7 +103,7 @@ def _shrink(
             tl.store(place + width[None, :], total, inside[:, None] & (width < WIDTH)[None, :])
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _expand(
     middle,
@@ -167,7 +173,7 @@ def _expand(
         tl.store(place, (before + total).to(y.dtype.element_ty), held)
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _shrink_one(
     x,
@@ -195,7 +201,7 @@ def _shrink_one(
     table = row_pages + tl.load(rows + token).to(tl.int64) * row_stride
     width = tl.arange(0, PADDED)
     share = tl.cdiv(inputs, INPUTS * SPLITS) * INPUTS
-    follow(OVERLAP)
+    wait_and_trigger(OVERLAP)
     for number in range(tl.load(table)):
         page = tl.load(table + 1 + number).to(tl.int64)
         if (tl.load(linears + page) >> LINEAR) & 1:
@@ -218,7 +224,7 @@ def _shrink_one(
             tl.store(place + width, total, width < WIDTH)
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _expand_one(
     middle,
@@ -259,7 +265,7 @@ def _expand_one(
     # columns of B
     added = (pages > 0).to(tl.int32) * ((tl.load(linears + page) >> LINEAR) & 1) * RANK
     second = tl.load(place + page * page_stride, (rank < added)[:, None] & held[None, :], other=0.0)
-    follow(OVERLAP)
+    wait_and_trigger(OVERLAP)
     if pages > 0:
         total = tl.load(y + token * y_stride + column, held, other=0.0).to(tl.float32)
         for number in range(pages):

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import Quick
+from slipstream.kernels.gpu.launch import CachedKernel
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _copy_runs(values, runs, page, BLOCK: tl.constexpr):
     run = runs + tl.program_id(0) * 3

@@ -24,7 +24,14 @@ from slipstream.kernels.gpu.decode_chunks import (
     visible_range,
     visible_slots,
 )
-from slipstream.kernels.gpu.launch import Quick, counters, let_next, overlapping, power_of_two, wait
+from slipstream.kernels.gpu.launch import (
+    CachedKernel,
+    counters,
+    overlapping,
+    power_of_two,
+    trigger_next,
+    wait,
+)
 from slipstream.kernels.gpu.packed_decode import decode_packed
 from slipstream.kernels.gpu.softmax import online_softmax_update
 
@@ -58,7 +65,7 @@ def _split_pairs(pairs):
     )
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _decode(
     q,
@@ -103,7 +110,7 @@ def _decode(
         chunks, tl.program_id(0), KV_HEADS
     )
     table = tables + table_row.to(tl.int64) * table_stride
-    # Return without waiting: another CTA of the grid waits, and the grid does not end before.
+    # An idle CTA may return at once: the grid ends only when its last CTA has waited.
     if parts == 0:
         return
     column = tl.arange(0, PADDED)
@@ -116,7 +123,7 @@ def _decode(
     # whether the next kernel fits beside all CTAs of this one
     room = 2 * tl.num_programs(0) <= resident
     if room:
-        let_next(OVERLAP)
+        trigger_next(OVERLAP)
     queries = tl.load(q + at, (query[:, None] < GROUP) & (column[None, :] < SIZE), other=0.0).to(
         COMPUTE
     )
@@ -179,7 +186,7 @@ def _decode(
             QUERIES,
         )
     if not room:
-        let_next(OVERLAP)
+        trigger_next(OVERLAP)
 
 
 def attend_decode(

@@ -22,8 +22,8 @@ from slipstream.kernels.gpu.launch import sm_count
 _STEP = 64  # chunk sizes are multiples of this: the largest tile of a CTA
 _CTAS_PER_SM = 5  # resident CTAs of several warps
 _ONE_WARP_CTAS_PER_SM = 7  # resident CTAs of one warp, with heads of 128
-# The least tokens of a chunk, in even shares of all tokens. Starting and merging a chunk takes
-# time; where there are many CTAs of one warp, others fill that time.
+# Minimum chunk size, as a multiple of (all tokens / resident CTAs). Starting and merging a chunk
+# takes time; if there are many CTAs of one warp, others fill that time.
 _LEAST_SHARE = 1.3
 _LEAST_SHARE_OF_MANY = _CTAS_PER_SM / _ONE_WARP_CTAS_PER_SM
 _QUICKLY_MERGED = 32  # chunks of a row that take little time to merge

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import Quick, pieces, power_of_two
+from slipstream.kernels.gpu.launch import CachedKernel, pieces, power_of_two
 
 _BLOCK = 1024
 _LARGEST_TILE = 128
@@ -29,7 +29,7 @@ class ExpertPlan:
     tile: int  # the most pairs of a tile
 
 
-@Quick
+@CachedKernel
 @triton.jit(do_not_specialize=["pairs"])
 def _sort_pairs(chosen, starts, order, pairs, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
@@ -46,7 +46,7 @@ def _sort_pairs(chosen, starts, order, pairs, BLOCK: tl.constexpr):
         place += tl.sum(mine, 0)
 
 
-@Quick
+@CachedKernel
 @triton.jit(do_not_specialize=["most"])
 def _cut_tiles(
     starts,
@@ -72,7 +72,7 @@ def _cut_tiles(
         tl.store(tile_expert + at, -1, (at >= used) & (at < most))
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _grouped_gemm(
     x,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.gpu.activation import silu_times
-from slipstream.kernels.gpu.launch import Quick, pieces, shared_memory, sm_count
+from slipstream.kernels.gpu.launch import CachedKernel, pieces, shared_memory, sm_count
 
 _TOKENS = 128  # tokens of a tile
 _ROWS = 128  # rows of a tile, of each half of the weight
@@ -30,7 +30,7 @@ _LEAST_BUSY_VERY_MANY = 0.85
 _VERY_MANY = 2048
 
 
-@Quick
+@CachedKernel
 @triton.jit(do_not_specialize=["tokens", "ctas"])
 def _gated_gemm(
     x,

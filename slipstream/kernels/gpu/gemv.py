@@ -1,4 +1,4 @@
-"""GEMV: a single token times a weight. A stream through the weight, spread over the whole device.
+"""GEMV: a single token times a weight. Memory-bound: every SM reads a share of the weight.
 
 The fused form adds the result to the residual stream and starts the norm of the sum. The next GEMV
 finishes the norm. A norm kernel in between would take longer to start and end than to work, so that
@@ -14,7 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.gpu.bf12 import GROUP, RUN, WORDS, widened
-from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, power_of_two
+from slipstream.kernels.gpu.launch import (
+    CachedKernel,
+    overlapping,
+    pieces,
+    power_of_two,
+    wait_and_trigger,
+)
 from slipstream.kernels.inputs import Unscaled
 from slipstream.kernels.normalisation import Norm
 
@@ -30,7 +36,7 @@ _UP = tl.constexpr(2.0**64)
 _REST = tl.constexpr(2.0**48)
 
 
-@Quick
+@CachedKernel
 @triton.jit(do_not_specialize=["pieces_in"])
 def _gemv(
     x,
@@ -61,7 +67,7 @@ def _gemv(
     at = weight + row.to(tl.int64)[:, None] * (size // GROUP * WORDS if BF12 else size)
     # The first columns of the weight are loaded while the previous kernel finishes.
     w = _read(at, 0, size, inside, COLUMNS, BF12)
-    follow(OVERLAP)
+    wait_and_trigger(OVERLAP)
     # Loads for the end of the kernel are issued before its loop.
     if SQUARES > 0:
         piece = tl.arange(0, SQUARES)

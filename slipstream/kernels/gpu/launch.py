@@ -2,8 +2,8 @@
 
 With programmatic dependent launch (PDL) a kernel starts while the previous one finishes, and does
 what does not depend on it. At least one CTA of every kernel of a step waits for the previous
-kernel, and every CTA waits that reads or writes what other CTAs write. So each kernel also waits,
-through the previous one, for all before it. Needs Hopper or later; on other devices kernels run one
+kernel. Every CTA that touches data written by other CTAs waits for the previous kernel. By
+induction it waits for all earlier kernels. Needs Hopper or later; on other devices kernels run one
 after the other.
 """
 
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-class Quick:
+class CachedKernel:
     """A kernel whose compiled variants are cached by the kinds of its arguments.
 
     Triton looks up the compiled variant at every launch, which costs the host several times the
@@ -106,10 +106,10 @@ def _kind(argument: Any) -> Any:
 
 
 @triton.jit
-def follow(OVERLAP: tl.constexpr):
+def wait_and_trigger(OVERLAP: tl.constexpr):
     """Wait for the previous kernel, and let the next one start: for short kernels."""
     wait(OVERLAP)
-    let_next(OVERLAP)
+    trigger_next(OVERLAP)
 
 
 @triton.jit
@@ -120,9 +120,10 @@ def wait(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def let_next(OVERLAP: tl.constexpr):
-    """Let the next kernel start once every CTA has called this or ended. It then takes up
-    resources.
+def trigger_next(OVERLAP: tl.constexpr):
+    """Let the next kernel start once every CTA of this one has called this function or ended.
+
+    From then on the next kernel occupies registers and shared memory.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -130,7 +131,7 @@ def let_next(OVERLAP: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers, OVERLAP: tl.constexpr):
-    """Prefetch read-only memory into L2, before `follow`."""
+    """Prefetch read-only memory into L2, before `wait_and_trigger`."""
     if OVERLAP:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",

@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import Quick, follow, overlapping, power_of_two
+from slipstream.kernels.gpu.launch import CachedKernel, overlapping, power_of_two, wait_and_trigger
 from slipstream.kernels.gpu.quantised import new_quantised, store_quantised, warps_for
 from slipstream.kernels.inputs import Input
 from slipstream.kernels.normalisation import Norm
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _add_norm(
     hidden,
@@ -33,7 +33,7 @@ def _add_norm(
     column = tl.arange(0, BLOCK)
     inside = column < size
     gain = tl.load(weight + column, inside, other=0.0).to(tl.float32)
-    follow(OVERLAP)
+    wait_and_trigger(OVERLAP)
     x = tl.load(hidden + row * size + column, inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(delta + row * size + column, inside, other=0.0).to(tl.float32)

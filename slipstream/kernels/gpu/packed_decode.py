@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu.decode_chunks import arrive, read_chunk, visible_range, visible_slots
-from slipstream.kernels.gpu.launch import Quick, let_next, wait
+from slipstream.kernels.gpu.launch import CachedKernel, trigger_next, wait
 from slipstream.kernels.gpu.packed_cache import UP, column, raw, read_words
 from slipstream.kernels.gpu.softmax import online_softmax_update
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def decode_packed(
     q,
@@ -51,7 +51,7 @@ def decode_packed(
         chunks, tl.program_id(0), KV_HEADS
     )
     table = tables + table_row.to(tl.int64) * table_stride
-    # Return without waiting: another CTA of the grid waits, and the grid does not end before.
+    # An idle CTA may return at once: the grid ends only when its last CTA has waited.
     if parts == 0:
         return
     query = tl.arange(0, QUERIES)
@@ -60,7 +60,7 @@ def decode_packed(
     # whether the next kernel fits beside all CTAs of this one
     room = 2 * tl.num_programs(0) <= resident
     if room:
-        let_next(OVERLAP)
+        trigger_next(OVERLAP)
     q_0 = _queries(mine, query, 0, GROUP, SIZE, ON_DEVICE)
     q_1 = _queries(mine, query, 1, GROUP, SIZE, ON_DEVICE)
     q_2 = _queries(mine, query, 2, GROUP, SIZE, ON_DEVICE)
@@ -123,7 +123,7 @@ def decode_packed(
             QUERIES,
         )
     if not room:
-        let_next(OVERLAP)
+        trigger_next(OVERLAP)
 
 
 @triton.jit

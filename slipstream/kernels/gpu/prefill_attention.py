@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.kernels import packed_cache
 from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.gpu.launch import Quick, power_of_two
+from slipstream.kernels.gpu.launch import CachedKernel, power_of_two
 from slipstream.kernels.gpu.packed_cache import read_whole
 from slipstream.kernels.gpu.prefill_tiles import PrefillPlan, query_tile, uses_descriptors
 from slipstream.kernels.gpu.softmax import tanh
@@ -180,7 +180,7 @@ def _attend_own(
     return _attend(queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION)
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _prefill(
     own,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import Quick, follow, overlapping, power_of_two
+from slipstream.kernels.gpu.launch import CachedKernel, overlapping, power_of_two, wait_and_trigger
 from slipstream.kernels.inputs import Quantised
 
 
@@ -22,13 +22,13 @@ def store_quantised(y, values, scales, row, column, inside, size):
     tl.store(values + row * size + column, bounded.to(values.dtype.element_ty), inside)
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _quantise(x, values, scales, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    follow(OVERLAP)
+    wait_and_trigger(OVERLAP)
     y = tl.load(x + row * size + column, inside, other=0.0).to(tl.float32)
     store_quantised(y, values, scales, row, column, inside, size)
 

@@ -9,7 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces, power_of_two
+from slipstream.kernels.gpu.launch import (
+    CachedKernel,
+    overlapping,
+    pieces,
+    power_of_two,
+    wait_and_trigger,
+)
 from slipstream.kernels.gpu.packed_cache import pack, write
 from slipstream.kernels.packed_cache import DTYPE
 
@@ -17,7 +23,7 @@ from slipstream.kernels.packed_cache import DTYPE
 _HEADS = 8
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _rotate_write(
     heads,
@@ -72,7 +78,7 @@ def _rotate_write(
         rest_inside = rest_column < SIZE
         if NORM:
             rest_weight = _weight(q_weight, k_weight, rest_column, head, rest_inside, Q_HEADS)
-    follow(OVERLAP)
+    wait_and_trigger(OVERLAP)
     if HALF > 0:
         first = tl.load(base + column, real & inside, other=0.0)
         second = tl.load(base + column + HALF, real & inside, other=0.0)

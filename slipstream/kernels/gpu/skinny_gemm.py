@@ -15,19 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.bf12 import GROUP, packs
+from slipstream.kernels.bf12 import GROUP, can_pack
 from slipstream.kernels.gpu.activation import silu_times
 from slipstream.kernels.gpu.bf12 import RUN, WORDS, unpacked
 from slipstream.kernels.gpu.launch import (
-    Quick,
+    CachedKernel,
     counters,
-    follow,
     overlapping,
     pieces,
     power_of_two,
     prefetch,
     shared_memory,
     sm_count,
+    wait_and_trigger,
 )
 
 _ROWS = 64  # rows of a tile: what the tensor cores take at once
@@ -39,7 +39,7 @@ _MOST_COLUMNS = 8192  # columns of one CTA
 _PREFETCHED_LINES = 2
 
 
-@Quick
+@CachedKernel
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def _skinny_gemm(
     x,
@@ -94,7 +94,7 @@ def _skinny_gemm(
         + tl.minimum(line, row_size - 1)[None, :]
     )
     prefetch(weight + near, OVERLAP)
-    follow(OVERLAP)
+    wait_and_trigger(OVERLAP)
     kind = x.dtype.element_ty
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for begin in tl.range(first, last, COLUMNS, num_stages=STAGES):
@@ -216,7 +216,7 @@ def supports_gate(weight: Tensor) -> bool:
 
 def supports_bf12(weight: Tensor) -> bool:
     """Return whether the kernel takes a weight [out, in] in 12 bits."""
-    return weight.shape[0] % _ROWS == 0 and packs(weight)
+    return weight.shape[0] % _ROWS == 0 and can_pack(weight)
 
 
 class _Tiling(NamedTuple):

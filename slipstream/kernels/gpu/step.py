@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.gpu.launch import Quick, follow, overlapping, pieces
+from slipstream.kernels.gpu.launch import CachedKernel, overlapping, pieces, wait_and_trigger
 
 _BLOCK = 128
 _PARTS = 32  # CTAs per row of logits
 
 
-@Quick
+@CachedKernel
 @triton.jit(do_not_specialize=["count"])
 def _step_inputs(
     rows,
@@ -31,7 +31,7 @@ def _step_inputs(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    follow(OVERLAP)
+    wait_and_trigger(OVERLAP)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = tl.load(rows + at, inside, other=0).to(tl.int64)
@@ -70,7 +70,7 @@ def step_inputs(
     return ids, slots
 
 
-@Quick
+@CachedKernel
 @triton.jit(do_not_specialize=["count"])
 def _write_back(
     rows,
@@ -82,7 +82,7 @@ def _write_back(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    follow(OVERLAP)
+    wait_and_trigger(OVERLAP)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = tl.load(rows + at, inside, other=0).to(tl.int64)
@@ -108,7 +108,7 @@ def write_back(rows: Tensor, lengths: Tensor, drawn: Tensor, tokens: Tensor) -> 
     )
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _likeliest_of_parts(
     logits,
@@ -121,7 +121,7 @@ def _likeliest_of_parts(
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    follow(OVERLAP)
+    wait_and_trigger(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     top = float("-inf")
@@ -139,7 +139,7 @@ def _likeliest_of_parts(
     tl.store(tokens + row * PARTS + part, token)
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _likeliest(
     best,
@@ -149,7 +149,7 @@ def _likeliest(
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    follow(OVERLAP)
+    wait_and_trigger(OVERLAP)
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)
     x = tl.load(best + row * PARTS + part)

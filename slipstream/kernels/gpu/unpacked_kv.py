@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels import packed_cache
-from slipstream.kernels.gpu.launch import Quick
+from slipstream.kernels.gpu.launch import CachedKernel
 from slipstream.kernels.gpu.packed_cache import read_whole
 
 _MOST_BYTES = 2**29  # bytes of unpacked keys and values; rounded up, they may take twice as much
@@ -75,7 +75,7 @@ def plan_unpacking(
     return rows[row] * width + number, tables
 
 
-@Quick
+@CachedKernel
 @triton.jit
 def _unpack(
     packed,

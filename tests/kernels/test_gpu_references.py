@@ -1,5 +1,5 @@
-"""Each Triton kernel against its torch twin. Without a GPU they run in Triton's interpreter, on
-small shapes.
+"""Each Triton kernel against its torch reference. Without a GPU they run in Triton's interpreter,
+on small shapes.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def quantised_close(got: Quantised, expected: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("size", [64, 1500])
 def test_fp8_activations_match_their_twins(size):
-    """From the norm, from the gate, and alone: each equals its twin rounded to e4m3."""
+    """From the norm, from the gate, and alone: each equals its torch reference rounded to e4m3."""
     torch.manual_seed(0)
     dtype = DTYPES[-1]
     hidden, delta, weight = (
@@ -89,10 +89,10 @@ def test_fp8_activations_match_their_twins(size):
     assert quantised_close(
         gpu_activation.silu_gated_quantised(x.to(DEVICE)), activation.silu_gated(x)
     )
-    got, twin = gpu_quantised.quantise(x.to(DEVICE)), quantise(x)
+    got, reference = gpu_quantised.quantise(x.to(DEVICE)), quantise(x)
     assert quantised_close(got, x)
-    assert quantised_close(twin, x)
-    assert torch.allclose(got.scales.cpu(), twin.scales)
+    assert quantised_close(reference, x)
+    assert torch.allclose(got.scales.cpu(), reference.scales)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -189,8 +189,10 @@ def test_attention(dtype, stored, mix, heads, kv_heads, size, rule):
     readable = cache[0].float()
     readable[:, :, slots] = step[:, heads:].float().unflatten(1, (2, kv_heads)).permute(1, 2, 0, 3)
     got = plan.attend(step.to(DEVICE), *readable.to(stored).to(DEVICE), rule)
-    twin = plan_attention(tables[order], positions[order], counts[order], block, readable[None])
-    expected = twin.attend(step[:, :heads].float(), *readable, rule)
+    reference = plan_attention(
+        tables[order], positions[order], counts[order], block, readable[None]
+    )
+    expected = reference.attend(step[:, :heads].float(), *readable, rule)
     assert got.isfinite().all()
     # eight bits are read as float16
     assert close(got, expected, 2e-3 if stored == torch.float8_e4m3fn else 0.0)
@@ -211,10 +213,10 @@ def test_attention_of_many_rows(heads, kv_heads):
     cache[0][:, :, slots] = step[:, heads:].unflatten(1, (2, kv_heads)).permute(1, 2, 0, 3)
     _, plan = gpu_plan(tables, positions, counts, block, kv_heads, step.dtype, size)
     got = plan.attend(step.to(DEVICE), *cache[0].to(DEVICE), AttentionRule(0.2))
-    twin = plan_attention(tables, positions, counts, block, cache.float())
+    reference = plan_attention(tables, positions, counts, block, cache.float())
     assert close(
         got.float(),
-        twin.attend(step[:, :heads].float(), *cache[0].float(), AttentionRule(0.2)),
+        reference.attend(step[:, :heads].float(), *cache[0].float(), AttentionRule(0.2)),
         3e-3,
     )
 
