@@ -26,7 +26,7 @@ _BOUNDS: Mapping[str, Range] = {
     for field in FIELDS.values()
     if field.llm
     and isinstance(field.bound, Range)
-    and field.copied
+    and field.copied_unchanged
     and field.llm != "early_stopping"
 } | {"n": number_range("num_return_sequences")}
 

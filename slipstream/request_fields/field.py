@@ -82,7 +82,7 @@ class Field:
 
     _: dataclasses.KW_ONLY
     note: str = ""  # values, for the documentation; empty: derived from `bound`
-    refused: str = ""  # reason why this server does not support the field; empty: supported
+    unsupported_reason: str = ""  # empty: this server supports the field
 
     # Names on other interfaces.
     aliases: tuple[str, ...] = ()  # later spellings of `name`, on all Triton models
@@ -93,16 +93,17 @@ class Field:
 
     # How the value reaches the engine.
     parameter: str = ""  # attribute of SamplingParams that the field sets
-    copied: bool = False  # the value is copied to that attribute unchanged
+    copied_unchanged: bool = False  # the value is copied to that attribute unchanged
     openai_default: Any = None  # default of OpenAI's routes; None: that of the attribute
     default_note: str = ""  # default, for the documentation; empty: derived from the above
-    off: tuple[Any, ...] = ()  # values that have no effect, besides the attribute's default
-    narrows: bool = False  # on Triton models, a value with an effect turns sampling on
+    # values that have no effect, besides the attribute's default
+    no_effect_values: tuple[Any, ...] = ()
+    enables_sampling: bool = False  # on Triton models, a value with an effect turns sampling on
     conflicts: Collection[str] = ()  # fields that it cannot be combined with
 
     # Where it is taken.
     bls: bool = False  # declared input of BLS models
-    by_parameter: bool = False  # request parameter for models that do not declare the input
+    allowed_as_parameter: bool = False  # request parameter for models that do not declare the input
 
     @property
     def sampling_default(self) -> Any:
@@ -112,4 +113,4 @@ class Field:
     def has_effect(self, sampling: SamplingParams) -> bool:
         """Return whether the field's parameter differs from the values that turn it off."""
         value = getattr(sampling, self.parameter)
-        return value != self.sampling_default and value not in self.off
+        return value != self.sampling_default and value not in self.no_effect_values

@@ -19,8 +19,8 @@ from slipstream.request_fields.field import (
 
 def _output_flag(name: str, help: str, **more: Any) -> Field:
     """Return a flag that asks for an optional output."""
-    more.setdefault("by_parameter", True)
-    more.setdefault("copied", "parameter" in more)
+    more.setdefault("allowed_as_parameter", True)
+    more.setdefault("copied_unchanged", "parameter" in more)
     more.setdefault("default_note", "false")
     return Field(name, "BOOL", None, help, bls=True, **more)
 
@@ -29,8 +29,8 @@ def _retention(name: str, low: int, high: int, help: str) -> Field:
     return Field(f"retention_{name}", "INT32", Range(low, high), help)
 
 
-def _refused(name: str, datatype: str, reason: str, **more: Any) -> Field:
-    return Field(name, datatype, None, "", refused=reason, **more)
+def _unsupported(name: str, datatype: str, reason: str, **more: Any) -> Field:
+    return Field(name, datatype, None, "", unsupported_reason=reason, **more)
 
 
 PROMPT_FIELDS = (
@@ -138,10 +138,10 @@ _OUTPUTS = (
         "Return the log-probabilities of this many most likely tokens at each position.",
         llm="top_log_probs",
         parameter="top_log_probs",
-        copied=True,
+        copied_unchanged=True,
         conflicts=(BEAM_SEARCH, DRAFT_MODEL),
         bls=True,
-        by_parameter=True,
+        allowed_as_parameter=True,
     ),
     _output_flag(
         "return_prompt_log_probs",
@@ -156,7 +156,7 @@ _OUTPUTS = (
         parameter="context_logits",
         llm="context_logits",
         conflicts=(DRAFT_MODEL,),
-        by_parameter=False,
+        allowed_as_parameter=False,
     ),
     _output_flag(
         "return_generation_logits",
@@ -164,7 +164,7 @@ _OUTPUTS = (
         parameter="generation_logits",
         llm="generation_logits",
         conflicts=(DRAFT_MODEL,),
-        by_parameter=False,
+        allowed_as_parameter=False,
     ),
     _output_flag("return_finish_reason", "Return `finish_reason`."),
     _output_flag("return_num_input_tokens", "Return `num_input_tokens`."),
@@ -182,7 +182,7 @@ _CACHE_AND_ADAPTERS = (
         "Requests with different salts share no cached blocks.",
         openai="cache_salt",
         llm="cache_salt",
-        by_parameter=True,
+        allowed_as_parameter=True,
     ),
     _retention(
         "token_range_starts", 0, LARGEST_INT, "First tokens of ranges of the prompt; at most 64."
@@ -212,7 +212,7 @@ _CACHE_AND_ADAPTERS = (
         None,
         "Name of an adapter folder.",
         note="see [Adapters](adapters.md)",
-        by_parameter=True,
+        allowed_as_parameter=True,
     ),
     Field(
         "lora_task_id",
@@ -221,7 +221,7 @@ _CACHE_AND_ADAPTERS = (
         "Number of an adapter that was sent before, or of an adapter folder. 0: none.",
         default_note="0",
         bls=True,
-        by_parameter=True,
+        allowed_as_parameter=True,
     ),
     Field(
         "lora_weights",
@@ -245,21 +245,27 @@ _EXACT_DRAFTS = "a draft token is accepted exactly when it is the one that is dr
 _DECODER_ONLY = "it runs decoder-only models of text"
 
 _UNSUPPORTED = (
-    _refused("draft_logits", "FP32", _EXACT_DRAFTS),
-    _refused("draft_acceptance_threshold", "FP32", _EXACT_DRAFTS),
-    _refused("use_draft_logits", "BOOL", _EXACT_DRAFTS, bls=True),
-    _refused("decoder_text_input", "BYTES", _DECODER_ONLY, preprocessing="DECODER_QUERY", bls=True),
-    _refused("decoder_input_ids", "INT32", _DECODER_ONLY),
-    _refused("decoder_input_lengths", "INT32", _DECODER_ONLY),
-    _refused("encoder_input_features", "FP16", _DECODER_ONLY),
-    _refused("encoder_output_lengths", "INT32", _DECODER_ONLY),
-    _refused("cross_attention_mask", "BOOL", _DECODER_ONLY),
-    _refused("skip_cross_attn_blocks", "BOOL", _DECODER_ONLY),
-    _refused("image_input", "FP16", _DECODER_ONLY, bls=True),
-    _refused("image_bytes_input", "UINT8", _DECODER_ONLY, preprocessing="IMAGE_BYTES", bls=True),
-    _refused("image_url_input", "BYTES", _DECODER_ONLY, preprocessing="IMAGE_URL", bls=True),
-    _refused("video_bytes_input", "UINT8", _DECODER_ONLY, preprocessing="VIDEO_BYTES", bls=True),
-    _refused("context_phase_params", "UINT8", "it computes prompt and answer itself"),
+    _unsupported("draft_logits", "FP32", _EXACT_DRAFTS),
+    _unsupported("draft_acceptance_threshold", "FP32", _EXACT_DRAFTS),
+    _unsupported("use_draft_logits", "BOOL", _EXACT_DRAFTS, bls=True),
+    _unsupported(
+        "decoder_text_input", "BYTES", _DECODER_ONLY, preprocessing="DECODER_QUERY", bls=True
+    ),
+    _unsupported("decoder_input_ids", "INT32", _DECODER_ONLY),
+    _unsupported("decoder_input_lengths", "INT32", _DECODER_ONLY),
+    _unsupported("encoder_input_features", "FP16", _DECODER_ONLY),
+    _unsupported("encoder_output_lengths", "INT32", _DECODER_ONLY),
+    _unsupported("cross_attention_mask", "BOOL", _DECODER_ONLY),
+    _unsupported("skip_cross_attn_blocks", "BOOL", _DECODER_ONLY),
+    _unsupported("image_input", "FP16", _DECODER_ONLY, bls=True),
+    _unsupported(
+        "image_bytes_input", "UINT8", _DECODER_ONLY, preprocessing="IMAGE_BYTES", bls=True
+    ),
+    _unsupported("image_url_input", "BYTES", _DECODER_ONLY, preprocessing="IMAGE_URL", bls=True),
+    _unsupported(
+        "video_bytes_input", "UINT8", _DECODER_ONLY, preprocessing="VIDEO_BYTES", bls=True
+    ),
+    _unsupported("context_phase_params", "UINT8", "it computes prompt and answer itself"),
 )
 
 OUTPUT_FIELDS = {

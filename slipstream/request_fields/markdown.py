@@ -58,11 +58,13 @@ def page() -> str:
 
 
 def _group_table(group: Sequence[Field]) -> str:
-    if all(field.refused for field in group):
-        return _table(["field", "reason"], [[f"`{field.name}`", field.refused] for field in group])
+    if all(field.unsupported_reason for field in group):
+        return _table(
+            ["field", "reason"], [[f"`{field.name}`", field.unsupported_reason] for field in group]
+        )
     rows = [
         [
-            f"`{field.name}`" + (" \\*" if field.by_parameter else ""),
+            f"`{field.name}`" + (" \\*" if field.allowed_as_parameter else ""),
             field.datatype,
             field.note or _values(field),
             _default(field),
@@ -121,7 +123,7 @@ def _range(bound: Range) -> str:
 
 
 def _default(field: Field) -> str:
-    if field.default_note or not field.copied:
+    if field.default_note or not field.copied_unchanged:
         return field.default_note
     return _literal(field.sampling_default)
 

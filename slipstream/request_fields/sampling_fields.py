@@ -28,8 +28,8 @@ def _sampling(name: str, datatype: str, bound: Range | None, help: str, **more: 
     """Return a field that is copied to SamplingParams and that every interface may take."""
     more.setdefault("parameter", name)
     more.setdefault("llm", more["parameter"])
-    more.setdefault("by_parameter", True)
-    return Field(name, datatype, bound, help, copied=True, bls=True, **more)
+    more.setdefault("allowed_as_parameter", True)
+    return Field(name, datatype, bound, help, copied_unchanged=True, bls=True, **more)
 
 
 _LENGTH = (
@@ -44,7 +44,7 @@ _LENGTH = (
         openai="max_tokens",
         llm="max_tokens",
         parameter="max_tokens",
-        copied=True,
+        copied_unchanged=True,
         bls=True,
     ),
     _sampling(
@@ -66,7 +66,7 @@ _LENGTH = (
         parameter="end_ids",
         llm="end_ids",
         bls=True,
-        by_parameter=True,
+        allowed_as_parameter=True,
     ),
     Field(
         "pad_id",
@@ -76,7 +76,7 @@ _LENGTH = (
         default_note="the tokenizer's own",
         preprocessing="PAD_ID",
         bls=True,
-        by_parameter=True,
+        allowed_as_parameter=True,
     ),
     Field(
         "stop_words",
@@ -113,7 +113,7 @@ _TOKEN_CHOICE = (
         "Sample from this many most likely tokens. 0: from all.",
         engine="runtime_top_k",
         openai="top_k",
-        off=(1,),
+        no_effect_values=(1,),
         conflicts=(BEAM_SEARCH,),
     ),
     _sampling(
@@ -131,7 +131,7 @@ _TOKEN_CHOICE = (
         _FRACTION,
         "Sample from tokens at least this many times as likely as the most likely one.",
         openai="min_p",
-        narrows=True,
+        enables_sampling=True,
         conflicts=(BEAM_SEARCH,),
     ),
     _sampling(
@@ -140,7 +140,7 @@ _TOKEN_CHOICE = (
         _FRACTION_ABOVE_0,
         "Sample from the tokens nearest to the entropy whose probabilities reach this sum. 1: off.",
         openai="typical_p",
-        narrows=True,
+        enables_sampling=True,
         conflicts=(BEAM_SEARCH,),
     ),
     _sampling(
@@ -149,7 +149,7 @@ _TOKEN_CHOICE = (
         _FRACTION_ABOVE_0,
         "Multiplies `top_p` after each token.",
         engine="runtime_top_p_decay",
-        narrows=True,
+        enables_sampling=True,
         conflicts=(BEAM_SEARCH, DRAFT_MODEL),
     ),
     _sampling(
@@ -261,7 +261,7 @@ _TOKEN_CHOICE = (
         parameter="guide",
         conflicts=(BEAM_SEARCH, DRAFT_MODEL),
         bls=True,
-        by_parameter=True,
+        allowed_as_parameter=True,
     ),
     Field(
         "guided_decoding_guide",
@@ -271,7 +271,7 @@ _TOKEN_CHOICE = (
         note="at most 2²⁰ characters",
         llm="guide",
         bls=True,
-        by_parameter=True,
+        allowed_as_parameter=True,
     ),
 )
 
@@ -293,7 +293,7 @@ _SEQUENCES = (
         openai="n",
         llm="n",
         bls=True,
-        by_parameter=True,
+        allowed_as_parameter=True,
     ),
     _sampling(
         "length_penalty",

@@ -44,10 +44,10 @@ BLS_INPUTS = frozenset(
 BY_PARAMETER: Mapping[str, Field] = {
     name: field
     for field in FIELDS.values()
-    if field.by_parameter
+    if field.allowed_as_parameter
     for name in (field.name, *field.aliases)
 }
-COPIED = tuple(field for field in FIELDS.values() if field.copied)
+COPIED = tuple(field for field in FIELDS.values() if field.copied_unchanged)
 
 
 def number_range(name: str) -> Range:

@@ -62,7 +62,7 @@ def test_names_of_other_interfaces_exist_there() -> None:
 
 def test_supported_fields_are_documented_and_refused_ones_have_a_reason() -> None:
     for field in FIELDS.values():
-        assert bool(field.help) != bool(field.refused), field.name
+        assert bool(field.help) != bool(field.unsupported_reason), field.name
 
 
 def test_request_parameters_have_one_value_of_a_known_type() -> None:

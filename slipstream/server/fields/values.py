@@ -48,7 +48,9 @@ _TABLE_FIELDS = ("prompt_embedding_table", "prompt_vocab_size", "prompt_table_ex
 NEVER = -1  # value of end_id: no token ends the text
 
 # Parameters that turn sampling on, and the values that turn them off.
-_NARROWING = tuple((field.parameter, field.sampling_default) for field in COPIED if field.narrows)
+_NARROWING = tuple(
+    (field.parameter, field.sampling_default) for field in COPIED if field.enables_sampling
+)
 
 EncodeWord = Callable[[str], list[int]]
 
@@ -176,9 +178,10 @@ def _check(name: str, given: FieldValue) -> None:
         _check_numbers(field.bound, given)
     elif isinstance(field.bound, Words):
         _check_words(field.bound, given)
-    elif field.refused and _asks_for_something(given):
+    elif field.unsupported_reason and _asks_for_something(given):
         raise InferenceError(
-            f"{given.name} is not supported by this server: {field.refused}", Code.UNSUPPORTED
+            f"{given.name} is not supported by this server: {field.unsupported_reason}",
+            Code.UNSUPPORTED,
         )
 
 
@@ -270,7 +273,7 @@ def sampling_params(fields: RequestFields, encode_word: EncodeWord) -> SamplingP
     values: dict[str, Any] = {"max_tokens": 0}
     for name, given in fields.items():
         field = FIELDS[name]
-        value = given.value if field.copied else None
+        value = given.value if field.copied_unchanged else None
         if value is not None:
             values[field.parameter] = PYTHON_TYPES[field.datatype](value)
     if "seed" not in values:
