@@ -35,8 +35,8 @@ _TEMPLATES = {
 # Kind and release of the repositories that `slipstream import` writes.
 _IMPORTED = ("imported", "those of slipstream import")
 _INDEX = re.compile(r"\[(\d+)\]")
-_WIRES = re.compile(r"ensemble_scheduling\.step\.[^.]+(\.(input_map|output_map))?")
-_TYPED = re.compile(
+_STEP_MAP_PATH = re.compile(r"ensemble_scheduling\.step\.[^.]+(\.(input_map|output_map))?")
+_TENSOR_SETTING_PATH = re.compile(
     r"(input|output)\.[^.]+\.(data_type|dims|optional|allow_ragged_batch|reshape\.shape)"
 )
 # An input that only this server has. Repositories may or may not declare it.
@@ -100,7 +100,7 @@ def _distance(ours: _Shape, theirs: _Shape | None) -> int:
     differing = sum(
         1
         for path in ours.lines.keys() & theirs.lines.keys()
-        if _TYPED.fullmatch(path) and ours.values.get(path) != theirs.values.get(path)
+        if _TENSOR_SETTING_PATH.fullmatch(path) and ours.values.get(path) != theirs.values.get(path)
     )
     return len(ours.lines.keys() ^ theirs.lines.keys()) + differing
 
@@ -135,7 +135,8 @@ def _compare_value(
     release: str,
     problems: Problems,
 ) -> None:
-    if not (_TYPED.fullmatch(path) or _FIXED_TEXT.fullmatch(path)) or _WIRES.fullmatch(path):
+    compared = _TENSOR_SETTING_PATH.fullmatch(path) or _FIXED_TEXT.fullmatch(path)
+    if not compared or _STEP_MAP_PATH.fullmatch(path):
         return  # the entries of a step's maps are compared one by one
     value = ours.values.get(path)
     wanted = expected.values.get(path)

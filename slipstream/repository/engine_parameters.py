@@ -1,6 +1,6 @@
 """Read the string parameters of a model and turn them into engine settings.
 
-A value that cannot be converted counts as not set, as upstream does it.
+A value that cannot be converted is treated as unset, as in TensorRT-LLM.
 """
 
 from __future__ import annotations

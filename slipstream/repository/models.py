@@ -291,7 +291,7 @@ def _read_engine(
     engine = _find_engine(repository, model, problems)
     if engine is None:
         return None
-    _warn_of_echo(config, parameters, problems)
+    _warn_if_prompt_is_repeated(config, parameters, problems)
     before = _find_neighbour(model.name, Role.PREPROCESSING, models)
     after = _find_neighbour(model.name, Role.POSTPROCESSING, models)
     tokenizer = _find_tokenizer_model([before, after, model], problems)
@@ -367,8 +367,10 @@ def _set_beam_width(settings: EngineSettings, engine: EngineConfig) -> EngineSet
     return replace(settings, max_beam_width=engine.build.max_beam_width)
 
 
-def _warn_of_echo(config: ModelConfig, parameters: Parameters, problems: Problems) -> None:
-    """Warn that responses begin with the prompt, a default of upstream that surprises users."""
+def _warn_if_prompt_is_repeated(
+    config: ModelConfig, parameters: Parameters, problems: Problems
+) -> None:
+    """Warn that responses begin with the prompt, a default of TensorRT-LLM that surprises users."""
     key = "parameters.exclude_input_in_output"
     # an unfilled template variable has already been reported
     unset = parameters.get("exclude_input_in_output") is None and key not in config.unfilled

@@ -1,6 +1,6 @@
 """Parse protobuf's text format, as config.pbtxt files use it, into a tree with line numbers.
 
-Which fields exist is in schema.py. An unquoted `${name}`, which protobuf rejects, is parsed as a
+schema.py lists the valid fields. An unquoted `${name}`, which protobuf rejects, is parsed as a
 placeholder: templates that were not filled completely are common, and their variables have
 defaults.
 """

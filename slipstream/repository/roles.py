@@ -76,10 +76,10 @@ def engine_fields(config: ModelConfig) -> dict[str, str]:
 def engine_outputs(config: ModelConfig) -> dict[str, str]:
     """Return the outputs of an engine model: field → name in responses."""
     names = {name: name for name in config.output_names}
-    return {**names, "output_log_probs": "log_probs"} if answers_in_blocks(config) else names
+    return {**names, "output_log_probs": "log_probs"} if is_gpt_repository(config) else names
 
 
-def answers_in_blocks(config: ModelConfig) -> bool:
+def is_gpt_repository(config: ModelConfig) -> bool:
     """Return whether an engine model is the gpt repository's, which answers a batch as a whole."""
     return "log_probs" in config.output_names
 

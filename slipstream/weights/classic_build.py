@@ -28,7 +28,7 @@ LIMIT_NAMES = (
 
 
 @dataclass(frozen=True)
-class Build:
+class BuildFlags:
     """The values of the flags. None for `dtype` and `weight_only` means the checkpoint's."""
 
     model: str
@@ -45,7 +45,7 @@ class BuildResult(NamedTuple):
     notes: tuple[str, ...]  # one line per result that the user may not expect
 
 
-def build(wanted: Build, progress: Progress = no_progress) -> BuildResult:
+def build(wanted: BuildFlags, progress: Progress = no_progress) -> BuildResult:
     """Build the engine. Raises SourceError, UnsupportedModel or ValueError with one line."""
     source = open_source(wanted.model, progress)
     dtype = wanted.dtype or "auto"

@@ -1,7 +1,7 @@
 """Every flag of the classic tools, v0.5 to v0.18, and its effect here: one row each.
 
 The commands `slipstream convert` and `slipstream build` make their parsers from these tables.
-`eras` names the releases of the old tools that had the flag. The values of `effect`:
+`releases` names the releases of the old tools that had the flag. The values of `effect`:
 
     used       the flag has an effect; `text` is its help
     explained  the flag is accepted and has no effect; `text` says why
@@ -20,14 +20,14 @@ Effect = Literal["used", "explained", "refused"]
 @dataclass(frozen=True)
 class Flag:
     name: str  # name without leading dashes; the parser accepts '-' and '_' in it
-    eras: str
+    releases: str  # first and last release that had the flag
     takes: Takes
     effect: Effect
     text: str
 
 
-def _rows(effect: Effect, takes: Takes, eras: str, text: str, names: str) -> tuple[Flag, ...]:
-    return tuple(Flag(name, eras, takes, effect, text) for name in names.split())
+def _rows(effect: Effect, takes: Takes, releases: str, text: str, names: str) -> tuple[Flag, ...]:
+    return tuple(Flag(name, releases, takes, effect, text) for name in names.split())
 
 
 _PLUGIN = "there are no plugins: kernels are chosen for the weights' type and the device"

@@ -13,7 +13,7 @@ from slipstream.cli.progress import ProgressLines
 from slipstream.weights.classic_build import (
     DEFAULT_OUTPUT,
     LIMIT_NAMES,
-    Build,
+    BuildFlags,
     build,
     read_build_config,
 )
@@ -47,13 +47,13 @@ def run(given: Namespace) -> int:
     return 0
 
 
-def _build_settings(given: Namespace) -> Build:
+def _build_settings(given: Namespace) -> BuildFlags:
     model = getattr(given, "checkpoint_dir", None) or getattr(given, "model_dir", None)
     if model is None:
         raise UsageError(
             "--checkpoint_dir is required: the output of slipstream convert, or a model's folder"
         )
-    return Build(
+    return BuildFlags(
         model=model,
         output=expand_home(getattr(given, "output_dir", DEFAULT_OUTPUT), "--output_dir"),
         dtype=dtype_flag(given) or ("float16" if hasattr(given, "model_dir") else None),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from slipstream.repository.models import Repository, RepositoryModel
-from slipstream.repository.roles import Role, answers_in_blocks
+from slipstream.repository.roles import Role, is_gpt_repository
 from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import ModelRegistry, ServedModel
@@ -66,7 +66,7 @@ def served_model(
         return PreprocessingModel(model, engine)
     if model.role is Role.POSTPROCESSING:
         return PostprocessingModel(model, engine)
-    if answers_in_blocks(model.config):
+    if is_gpt_repository(model.config):
         return FixedBatchModel(model, engine, placeholders=False)
     pipelines = [one for one in repository.pipelines.values() if one.engine == name]
     return TokenModel(model, engine, all(pipeline.placeholders for pipeline in pipelines))
