@@ -60,7 +60,7 @@ def gpu_blocks(
     """Return the number of blocks of a GPU's cache.
 
     That is what fits the budget, but no more than all rows can fill, and no more than
-    `cache_tokens` where it is given. Raises ValueError when not even one sequence fits.
+    `cache_tokens` if it is given. Raises ValueError when not even one sequence fits.
     """
     needed = blocks_for(longest, block_tokens)
     affordable = min(budget // block_bytes, max_rows * needed)
@@ -79,7 +79,7 @@ def cpu_blocks(
 ) -> int:
     """Return the number of blocks of a CPU's cache.
 
-    That is `cache_tokens` where it is given, else 512 MiB and at least one sequence. Raises
+    That is `cache_tokens` if it is given, else 512 MiB and at least one sequence. Raises
     ValueError when `cache_tokens` need more than `memory_bytes`, the memory of the machine.
     """
     if cache_tokens is None:

@@ -1,9 +1,9 @@
 """An upper bound on the blocks that running requests hold at once, given that some of them end
 before others have grown to their limit. No torch here.
 
-Every step gives each decoding request one token: decoding requests come first in a step, and a step
-has room for all of them. So the number of steps to a request's limit bounds when its blocks are
-free again, and how far others have grown by then. An earlier end only helps.
+Every step computes one token of each decoding request: decoding requests come first in a step, and
+a step has room for all of them. We know in how many steps each request reaches its limit, so we
+know the latest step at which it frees its blocks. Finishing earlier only lowers the peak.
 
 No end can be predicted for a request that is still computing its prompt, because others may delay
 it, nor for one that has draft tokens, constraints or beams.

@@ -43,12 +43,14 @@ class RowFork:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Entry i of a plan: row rows[i], in its use epochs[i], computes counts[i] tokens from position
-    positions[i] on.
+    """The work of one step.
 
-    If samples[i], the row has then computed all its known tokens and samples the next one. The last
-    drafts[i] of its tokens are draft tokens: it samples after each of them too, 1 + drafts[i]
-    tokens in all.
+    Entry i: row `rows[i]` computes `counts[i]` tokens from position `positions[i]` on. `epochs[i]`
+    identifies the request that owned the row when the plan was made.
+
+    If `samples[i]`, the row has then computed all its known tokens and samples the next one. The
+    last `drafts[i]` of its tokens are draft tokens: it samples after each of them too,
+    1 + `drafts[i]` tokens in all.
 
     A runner applies a plan in this order: saves, loads, copies, starts, forks, appended blocks,
     released blocks, written tokens.
@@ -149,8 +151,9 @@ class StepFailed(Exception):
 
 @dataclass(slots=True)
 class StepResult:
-    """The sampled tokens of a plan, in the order of its sampling entries, 1 + drafts of each."""
+    """The results of a plan's entries."""
 
+    # sampled tokens, entry by entry; an entry contributes 1 + its number of draft tokens
     tokens: list[int]
     log_probs: list[float] | None = None  # nan for rows that did not ask for it
     # index into tokens → the likeliest tokens and their log-probabilities

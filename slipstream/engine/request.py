@@ -1,8 +1,9 @@
 """A request inside the engine: its tokens and its deficit. No torch here.
 
 A request has no phase. It knows tokens (the prompt, then the sampled tokens), and some of them are
-scheduled. The rest is its deficit, and every step schedules up to this many tokens of it. Prefill,
-chunked prefill, reuse of cached blocks and resuming after preemption all follow from this rule.
+scheduled. The rest is its deficit, and every step schedules it as far as the token budget allows.
+Prefill, chunked prefill, reuse of cached blocks and resuming after preemption all follow from this
+rule.
 """
 
 from __future__ import annotations

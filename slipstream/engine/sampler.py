@@ -1,8 +1,8 @@
 """Samples tokens from logits, by the sampling parameters of each row.
 
 A token is a function of its row's logits, parameters, seed and position alone. So it is the same
-whatever else is in the batch, and again after a preemption. Rows with default parameters cost one
-argmax for all of them.
+whatever else is in the batch, and again after a preemption. Rows with default parameters share a
+single argmax.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sampled(NamedTuple):
     best: Tensor
     log_probs: Tensor | None  # [samples]
     top: list[TopTokens]
-    # (sample, the model's own logits [vocab]) where they are requested
+    # (sample, the model's own logits [vocab]) if they are requested
     raw: Sequence[tuple[int, Tensor]] = ()
 
 
@@ -265,7 +265,7 @@ def _typical_p(parameters: list[SamplingParams], device: torch.device) -> Tensor
 
 
 def _select(logits: Tensor, chosen: list[int], where: Tensor) -> Tensor:
-    """Return the chosen rows of the logits, without a copy where they are all rows."""
+    """Return the chosen rows of the logits, without a copy if they are all rows."""
     return logits if len(chosen) == len(logits) else logits[where]
 
 

@@ -1,8 +1,9 @@
 """Decides which tokens the next step computes. No torch here; the scheduler never sees tensors.
 
-Every step gives each running request up to its deficit, within the step's token budget. Then it
-admits waiting requests while rows, blocks and budget last. Invariants: the tokens of a plan never
-exceed the budget, and every row of a plan holds blocks for all tokens that it computes.
+Every step schedules each running request's uncomputed tokens (its deficit) as far as the token
+budget allows. Then it admits waiting requests while rows, blocks and budget last. Invariants: the
+tokens of a plan never exceed the budget, and every row of a plan holds blocks for all tokens that
+it computes.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Scheduler:
         self.lookup_tokens = lookup_tokens
         self.window = window
         self._clock = clock
-        self._live: dict[int, Request] = {}  # by request id; of a beam search, the leader
+        # by request id; a beam search is represented by its leader
+        self._live: dict[int, Request] = {}
         self._waiting = WaitingQueue()
         self._manager = RowBlockManager(blocks, max_rows, adapters, window, self.step_tokens)
         self._adapters = AdapterAdmission(adapters)
@@ -139,7 +141,9 @@ class Scheduler:
         preemptions = self._counters.preemptions
         self._manager.begin_plan()
         budget = self._plan_running(plan, self.step_tokens)
-        if preemptions == self._counters.preemptions:  # blocks freed by preemption are for others
+        # Admit no request in a step that preempted: the freed blocks belong to the requests that
+        # still run.
+        if preemptions == self._counters.preemptions:
             self._admit(plan, budget)
         if not plan.rows:
             return None

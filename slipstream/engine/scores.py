@@ -74,7 +74,7 @@ class PromptLogits(NamedTuple):
     """The scores that a step computed for one row's prompt, still on the device."""
 
     entry: int  # index of the row in the plan
-    logits: Tensor | None  # [positions, vocab] float32, where the request asks for them
+    logits: Tensor | None  # [positions, vocab] float32, if the request asks for them
     log_probs: Tensor | None  # [positions or one less]: of the token after each position
 
 

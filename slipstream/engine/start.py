@@ -64,7 +64,9 @@ def create_engine(
     fp8_cache: bool = False,
     most_step_tokens: int | None = None,
 ) -> EngineLoop:
-    """Create an engine over these weights. `tensors` is emptied.
+    """Create an engine from weights in memory. `tensors` is emptied.
+
+    `weights.load.start_engine` reads an engine folder from disk and then calls this function.
 
     longest_sequence: prompt + output that the engine folder allows.
     most_step_tokens: tokens per step that the engine folder allows, unless the settings say more.

@@ -41,7 +41,7 @@ class CompressibleWeight(Protocol):
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the copy; 0 where there would be none."""
+        """Bytes of the copy; 0 if there would be none."""
         ...
 
     def compress(self) -> int:
@@ -169,7 +169,7 @@ class Int4Linear(ExpandedInt4Linear):
 
 def fuse_residual_norm(linear: Linear, norm: Norm | None, consumer: Linear) -> FusedLinear | None:
     """Return one kernel that runs the linear layer on a single token, adds the result to the
-    residual stream and normalises the sum for `consumer`; None where there is no such kernel.
+    residual stream and normalises the sum for `consumer`; None if there is no such kernel.
     """
     if norm is None or not (linear.fuses_residual_norm and consumer.accepts_unscaled):
         return None

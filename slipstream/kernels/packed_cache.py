@@ -53,7 +53,7 @@ def kv_cache_dtype(
     options: KernelOptions,
 ) -> torch.dtype:
     """Return the type of cached keys and values in a run whose activations are of type `dtype`:
-    e4m3 on request, 12 bits where they cost no accuracy, else `dtype`.
+    e4m3 on request, 12 bits if they cost no accuracy, else `dtype`.
 
     rotary_size: columns of a head that RoPE rotates, 0 without RoPE.
     """

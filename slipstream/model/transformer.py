@@ -196,7 +196,7 @@ class Head:
             self.weight = source.peek("lm_head.weight", (spec.vocab_size, spec.embedding_width))
         # a quantised engine holds a head of its own even if the embeddings are tied
         own = source.has("lm_head.weight")
-        # the layer with float32 output, where the device has one
+        # the layer with float32 output, if the device has one
         self.fp32_linear: Fp32OutputLinear | None = None
         if self.weight is not None and not (spec.tied_embeddings and own):
             self.fp32_linear = linear_dispatch.fp32_output(self.weight)
@@ -210,7 +210,7 @@ class Head:
             self.linear = source.linear("lm_head", spec.vocab_size, spec.embedding_width, False)
 
     def __call__(self, x: Input, out: Tensor | None = None) -> Tensor:
-        """out: memory for the logits, used where the device can write to it"""
+        """out: memory for the logits, used if the device can write to it"""
         logits = self.linear(x) if self.fp32_linear is None else self.fp32_linear(x, out)
         # On a GPU, 16-bit logits are converted where they are sampled, without a pass of their own.
         if logits.device.type == "cpu":
@@ -219,7 +219,7 @@ class Head:
             if x.dtype != torch.float32 and self.weight is not None:
                 logits = recompute_top_logits(logits, x, self.weight)
         if self.bias is not None:
-            # In place where the type allows: otherwise each captured graph keeps its logits twice.
+            # In place if the type allows: otherwise each captured graph keeps its logits twice.
             logits = logits.add_(self.bias) if logits.dtype == torch.float32 else logits + self.bias
         if not self.softcap:
             return logits
@@ -309,7 +309,7 @@ class Layer:
         spec = self.spec
         rows = 2 * spec.ffn_size if spec.gated_mlp else spec.ffn_size
         self.up_proj = source.linear(up_proj, rows, spec.hidden_size, spec.mlp_bias)
-        # the up projection with its activation in one kernel, where there is such a kernel
+        # the up projection with its activation in one kernel, if there is such a kernel
         self.gated: Callable[[Input], Tensor] | None = None
         if self.up_proj.fuses_gate and self.activate == self.operations.silu_gated:
             self.gated = self.up_proj.gated

@@ -15,7 +15,11 @@ from slipstream.weights.lora import read_adapter_folder
 def start_engine(
     path: str | Path, settings: EngineSettings, progress: Progress = lambda done, total: None
 ) -> EngineLoop:
-    """Load the weights, size the cache, warm up. `progress` reports CUDA graphs captured so far."""
+    """Load an engine folder from disk and start an engine with its weights.
+
+    This function reads and verifies the files. `engine.start.create_engine` does the rest: it
+    builds the model, sizes the cache and warms up. `progress` reports CUDA graphs captured so far.
+    """
     folder = read_engine_folder(path)
     with verify_weights(folder):
         return create_engine(

@@ -17,7 +17,7 @@ from slipstream.engine.request import GenerateRequest, Request
 
 class AdapterAdmission:
     def __init__(self, adapters: AdapterCache | None) -> None:
-        """adapters: None where the runner has no adapters; their numbers then only keep cached
+        """adapters: None if the runner has no adapters; their numbers then only keep cached
         blocks apart.
         """
         self._adapters = adapters

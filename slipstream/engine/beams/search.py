@@ -67,7 +67,7 @@ class BeamSearch:
         """Extend the beams by one token; return the beams that go on, best first.
 
         `candidates`: the likeliest next tokens of each beam. `logits`: the logits that they come
-        from, where the request asks for them.
+        from, if the request asks for them.
         """
         width = self.sampling.beam_width
         length = len(self.beams[0].tokens) + 1

@@ -62,7 +62,7 @@ class IdleBlocks:
         self._clock = clock
         # priority → blocks, least recently used first
         self._levels: dict[int, OrderedDict[int, None]] = {DEFAULT_PRIORITY: OrderedDict()}
-        # block → its priority, where it is not the default, and when that ends
+        # block → its priority, if it is not the default, and when that ends
         self._prioritised: dict[int, tuple[int, float | None]] = {}
         # a heap of (end, block); entries may be out of date
         self._ends: list[tuple[float, int]] = []

@@ -2,8 +2,8 @@
 takes the host. Switch: `KernelOptions.mixed_graphs`.
 
 A captured step has space for rows with one new token, which come first, and for the tokens of rows
-with several. The padding row fills the former. The padding of the latter is one more row with
-several tokens, so that everything a kernel may read has been computed.
+with several. Unused decode slots point at the padding row. Unused prompt tokens form one dummy row,
+so that everything a kernel may read has been computed.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class StoredWeight:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the copy's words, without its few scales; 0 where a copy would be no faster."""
+        """Bytes of the copy's words, without its few scales; 0 if a copy would be no faster."""
         large = self.weight.numel() > _SMALL_WEIGHT and self.weight.shape[1] > _FEW_COLUMNS
         return self.weight.numel() * 3 // 2 if large and supports_bf12(self.weight) else 0
 
