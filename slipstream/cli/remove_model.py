@@ -35,7 +35,7 @@ def run(given: Namespace) -> int:
         if not folders:
             raise CommandError(f"No model folder exists at {repository / given.model}")
     if {folder.name for folder in models} - {given.model} <= _HELPERS:
-        folders = models  # with the last model the models that serve it are removed
+        folders = models  # removing the last model also removes its helper models
     for folder in folders:
         log("INFO", f"Removing model {folder.name} at {folder}")
         try:

@@ -34,9 +34,10 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-# The gRPC library reads this variable when it is imported. Its sockets are then read by the thread
-# that takes its events, and not by threads of its own, which would wake that one for each call.
-GRPC_READING = ("GRPC_EXPERIMENTS", "-event_engine_listener")
+# The gRPC library reads this variable when it is imported. The thread that polls the completion
+# queue (the event loop's, or `grpc-events` while the server is idle) then also reads the sockets.
+# By default the library's event-engine threads read them and wake the polling thread at each call.
+GRPC_EXPERIMENTS_DEFAULT = ("GRPC_EXPERIMENTS", "-event_engine_listener")
 
 
 class StartFailed(Exception):
@@ -200,7 +201,7 @@ class _Server:
             return 0
         self._engines.watch_spawned()
         await asyncio.sleep(0)  # the tasks that watch the engines begin to run
-        os.environ.setdefault(*GRPC_READING)
+        os.environ.setdefault(*GRPC_EXPERIMENTS_DEFAULT)
         from slipstream.server.services import Services
 
         freeze_garbage_collector()  # before models are loaded, because they may be unloaded
@@ -328,7 +329,7 @@ class _Server:
         ]
         parts = ""
         if loads:
-            parts = f": {max(loads):.1f} s to load, {whole - max(loads):.1f} s for all else"
+            parts = f": {max(loads):.1f} s to load, {whole - max(loads):.1f} s for the rest"
         return f"Ready:    in {whole:.1f} s{parts}"
 
 
@@ -340,7 +341,7 @@ def _process_seconds() -> float:
 
 
 def _example_model(repository: Repository) -> str:
-    """Return a text model, rather one with a name of its own than `ensemble`."""
+    """Return a text model, preferring one that is not called `ensemble`."""
     customary = ("ensemble", "tensorrt_llm_bls")
     return min(repository.pipelines, key=lambda name: (name in customary, name))
 

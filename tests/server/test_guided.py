@@ -298,7 +298,7 @@ def test_bad_words_are_never_generated_by_the_engine(llm):
 
 
 def test_unknown_token_ids_are_an_error(llm):
-    with pytest.raises(PromptError, match="-3 is no token"):
+    with pytest.raises(PromptError, match="-3 is not a token id"):
         llm.generate("The dog", max_tokens=2, logit_bias={-3: 1.0})
     beyond = {10**6: 5.0}  # beyond the model's outputs: no effect
     assert llm.generate("The dog", max_tokens=2, logit_bias=beyond, end_ids=[10**6], min_tokens=2)

@@ -17,7 +17,7 @@ from slipstream.repository.templates import fill, template
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.tensors import Tensor
-from slipstream.server.models.text_model import joint
+from slipstream.server.models.text_model import text_between
 from slipstream.server.services import create_app
 
 TEXT_MODELS = ["ensemble", "llama"]
@@ -126,8 +126,8 @@ def test_continuation_of_a_sentencepiece_prompt_keeps_its_space() -> None:
         def decode(self, ids: list[str]) -> str:
             return "".join(ids).replace("▁", " ").removeprefix(" ")
 
-    assert joint(Pieces(), "What is", ["▁it"]) == " "  # type: ignore[arg-type, list-item]
-    assert joint(Pieces(), "What is", ["n't"]) == ""  # type: ignore[arg-type, list-item]
+    assert text_between(Pieces(), "What is", ["▁it"]) == " "  # type: ignore[arg-type, list-item]
+    assert text_between(Pieces(), "What is", ["n't"]) == ""  # type: ignore[arg-type, list-item]
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)

@@ -20,7 +20,7 @@ from slipstream.server.kserve.triton_json import parse_json
 from slipstream.server.openai import completions
 from slipstream.server.openai.fields import read_fields
 from slipstream.server.services import create_app
-from slipstream.server.text.threads import LONG_TEXT_CHARS
+from slipstream.server.text.threads import THREAD_ABOVE_SIZE
 
 
 def test_region_unregistered_while_a_thread_reads_it_is_unknown(
@@ -105,8 +105,8 @@ def test_only_long_bodies_are_parsed_in_a_thread(
 
     monkeypatch.setattr(module, name, noting)
     empty = len(json.dumps(body_of("")))
-    body = json.dumps(body_of("x" * (LONG_TEXT_CHARS - empty + extra))).encode()
-    assert len(body) == LONG_TEXT_CHARS + extra
+    body = json.dumps(body_of("x" * (THREAD_ABOVE_SIZE - empty + extra))).encode()
+    assert len(body) == THREAD_ABOVE_SIZE + extra
     answer = post(server.port, path, body)
     assert answer.status == status
     assert [thread != server.thread_id for thread in threads] == [in_thread]

@@ -175,7 +175,7 @@ def test_failures_of_an_engine_are_logged_with_its_name(life: Life) -> None:
     assert (crashed["level"], crashed["model"]) == ("error", "tensorrt_llm")
     assert "in serve\n" in crashed["message"]  # all of its stack
     gone = [
-        line for line in life.objects if line["message"].startswith("the engine process is gone: ")
+        line for line in life.objects if line["message"].startswith("the engine process exited: ")
     ]
     assert [line["message"].rpartition(": ")[2] for line in gone] == [
         "raised by order",

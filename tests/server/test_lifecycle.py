@@ -129,7 +129,7 @@ def test_the_printed_curl_command_works(steady):
 def test_the_start_time_is_printed(steady):
     reported = next(line for line in steady.lines if line.startswith("Ready:"))
     found = re.fullmatch(
-        r"Ready: +in ([\d.]+) s: ([\d.]+) s to load, ([\d.]+) s for all else", reported
+        r"Ready: +in ([\d.]+) s: ([\d.]+) s to load, ([\d.]+) s for the rest", reported
     )
     assert found, reported
     whole, loading, rest = map(float, found.groups())
@@ -214,7 +214,7 @@ def test_an_engine_that_hangs_is_replaced(serve):
     lost = generate(server, "901")
     # the request did not cause the failure
     assert (lost.status_code, lost.headers["retry-after"]) == (503, "1")
-    assert "no sign of life for 1 s" in lost.text
+    assert "sent no message for 1 s" in lost.text
     wait_for(lambda: ready(server) == 200)
     assert generate(server).json()["text_output"] == "6 7 8"
 

@@ -41,7 +41,7 @@ def test_windowed_sequences_may_be_longer_than_the_cache():
 
 def test_packed_weights_are_listed_below_the_weights():
     lines = memory_table("m", replace(INFO, compressed_weight_bytes=3 * 2**20))
-    assert lines[2] == "  the same, packed          3 MiB  what steps of few tokens read"
+    assert lines[2] == "  12-bit weights            3 MiB  copies, read by steps of up to 32 tokens"
     assert len(memory_table("m", INFO)) == len(lines) - 1
 
 

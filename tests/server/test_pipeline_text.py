@@ -18,7 +18,7 @@ from slipstream.server.engine_link.mailbox import RequestOutput
 from slipstream.server.text.chat import ChatError
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.pipeline import PromptError, TextGenerator, bad_word_tokens
-from slipstream.server.text.threads import LONG_TEXT_CHARS
+from slipstream.server.text.threads import THREAD_ABOVE_SIZE
 from slipstream.server.text.tokenizer import Tokenizer
 
 INFO = EngineInfo(
@@ -274,7 +274,7 @@ async def test_long_texts_are_tokenised_outside_the_event_loop(monkeypatch):
         "encode",
         lambda self, *args: threads.append(threading.current_thread()) or original(self, *args),
     )
-    for prompt in ("a", "a " * LONG_TEXT_CHARS):
+    for prompt in ("a", "a " * THREAD_ABOVE_SIZE):
         await collect(
             ScriptedEngine([RequestOutput(finish_reason="length")], info=None), TextRequest(prompt)
         )

@@ -224,7 +224,7 @@ async def test_counters_continue_when_another_process_takes_over(launch):
 async def test_process_with_a_hung_step_prints_its_stack_and_is_replaced(launch, capfd):
     engine = await launch(silence_seconds=1.0)
     last = (await collect(submit(engine, [scripted.HANG], SamplingParams())))[1]
-    assert last.error == "the engine process failed: no sign of life for 1 s while it had work"
+    assert last.error == "the engine process failed: it sent no message for 1 s while it had work"
     await until(lambda: engine.ready)
     errors = capfd.readouterr().err
     assert "_obey" in errors  # the stack names the function that hangs

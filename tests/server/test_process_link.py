@@ -127,7 +127,7 @@ async def test_messages_arrive_in_order_after_the_socket_file_is_removed():
 
     def on_message(message):
         arrived.append(message.steps)
-        server.hide()  # both ends are connected and need no file
+        server.unlink_socket()  # both ends are connected and need no file
         server.send(Cancel([message.steps]))
         if len(arrived) == count:
             done.set()

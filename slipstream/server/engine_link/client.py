@@ -104,7 +104,7 @@ class EngineClient:
             past = past.plus_totals_of(predecessor.stats)
         return self._process_stats.plus_totals_of(past)
 
-    def count_on_from(self, predecessor: EngineClient) -> None:
+    def continue_counters_of(self, predecessor: EngineClient) -> None:
         """Add the totals of the engine that this one replaces, which may still finish its work."""
         self._predecessor = predecessor
 
@@ -216,7 +216,7 @@ class EngineClient:
     def _on_serving(self, info: EngineInfo) -> None:
         assert self._child is not None
         assert self._started is not None
-        self._child.link.hide()
+        self._child.link.unlink_socket()
         self.info = info
         self.failure = None
         self._serving = True
@@ -246,7 +246,7 @@ class EngineClient:
         self._child = None
         self._past_stats = self._process_stats.plus_totals_of(self._past_stats)
         self._process_stats = EngineStats()
-        logger.error("the engine process is gone: %s", self.failure, extra={"model": self._name})
+        logger.error("the engine process exited: %s", self.failure, extra={"model": self._name})
         if self.info is None:
             self._give_up(f"{self.failure}")
         elif self._may_restart():
@@ -294,7 +294,7 @@ class EngineClient:
                 self._silent_seconds = self._silent_seconds + tick if self.outstanding else 0.0
                 if self._silent_seconds >= limits.silence_seconds:
                     await self._kill_hung(
-                        f"no sign of life for {limits.silence_seconds:g} s while it had work"
+                        f"it sent no message for {limits.silence_seconds:g} s while it had work"
                     )
             else:
                 self._loading_seconds += tick

@@ -144,9 +144,9 @@ class ServerEnd:
             self._event_loop.remove_reader(self._socket.FD)
         self._socket.close()
         self._context.term()
-        self.hide()
+        self.unlink_socket()
 
-    def hide(self) -> None:
+    def unlink_socket(self) -> None:
         """Remove the socket from the file system.
 
         It is not needed once both ends are connected, and a server that is killed later leaves no

@@ -84,7 +84,7 @@ class EnginePool:
         """Make this the engine of that name. Return its predecessor, which must be released."""
         before = self._clients.get(name)
         if before is not None and before is not client:
-            client.count_on_from(before)
+            client.continue_counters_of(before)
         self._clients[name] = client
         self._watch(name, client)
         self.on_change()
@@ -164,9 +164,8 @@ def memory_table(name: str, info: EngineInfo) -> list[str]:
         ("key-value cache", info.cache_bytes, f"{tokens} tokens"),
     ]
     if info.compressed_weight_bytes:
-        rows.insert(
-            1, ("the same, packed", info.compressed_weight_bytes, "what steps of few tokens read")
-        )
+        use = "copies, read by steps of up to 32 tokens"
+        rows.insert(1, ("12-bit weights", info.compressed_weight_bytes, use))
     if info.step_bytes:
         rows.append(("a full step", info.step_bytes, "activations"))
     if info.graph_bytes:

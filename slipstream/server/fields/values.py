@@ -240,7 +240,7 @@ def check_prompt(
     text = fields.get("text_input")
     messages = fields.get(MESSAGES)
     if messages is None and MESSAGES in parameters:
-        raise InferenceError(f"{MESSAGES} is no input of this model. {UNDECLARED}")
+        raise InferenceError(f"{MESSAGES} is not an input of this model. {UNDECLARED}")
     if text is not None and messages is not None:
         raise InferenceError(
             f"{text.name} and {messages.name} cannot be given together: send one of them"
@@ -376,7 +376,7 @@ def unpack_words(tensor: Tensor) -> list[tuple[int, ...]]:
             break
         if not start <= end <= length:
             raise InferenceError(
-                f"{tensor.name} holds offsets that do not rise, or lie outside its ids"
+                f"{tensor.name}: the offsets must not decrease, and must lie within its ids"
             )
         words.append(tuple(ids[start:end]))
         start = end

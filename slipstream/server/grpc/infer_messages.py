@@ -19,7 +19,7 @@ from slipstream.server.kserve.call import InferCall, SharedPlace, WantedOutput
 from slipstream.server.kserve.classification import classify
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter
-from slipstream.server.kserve.input_checks import check_request, refused, undecoded
+from slipstream.server.kserve.input_checks import check_request, request_error, tensor_without_data
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.kserve.tensor_bytes import Buffer, as_buffer, pack
 from slipstream.server.kserve.tensors import DTYPES, Array, Tensor
@@ -67,8 +67,8 @@ def read_call(message: Any, config: ModelConfig, version: str, memory: SharedMem
     for given in message.inputs:
         name = given.name
         if name in request.inputs:
-            raise refused(request, f"input '{name}' already exists in request")
-        tensor = undecoded(name, given.datatype, tuple(given.shape))
+            raise request_error(request, f"input '{name}' already exists in request")
+        tensor = tensor_without_data(name, given.datatype, tuple(given.shape))
         if (place := _place(given.parameters)) is not None:
             raw[name] = memory.read(place.region, place.offset, place.byte_size)
         elif given.HasField("contents") and not message.raw_input_contents:
@@ -187,7 +187,9 @@ def _check_filled(request: InferRequest, tensor: Tensor) -> None:
     if prod(tensor.shape) != len(tensor.data) or any(dim < 0 for dim in tensor.shape):
         place = f"for input '{tensor.name}' for model '{request.model_name}'"
         shape = "[" + ",".join(str(dim) for dim in tensor.shape) + "]"
-        raise refused(request, f"{len(tensor.data)} values {place} do not fill its shape {shape}")
+        raise request_error(
+            request, f"{len(tensor.data)} values {place} do not fill its shape {shape}"
+        )
 
 
 def write_response(

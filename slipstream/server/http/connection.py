@@ -287,7 +287,8 @@ class HttpConnection(asyncio.Protocol):
             self.close()  # the server stops and has waited long enough
         except Exception:
             logger.exception("%s %s failed:", exchange.method, exchange.path)
-            if exchange.started:  # the client must not take a part for the whole
+            if exchange.started:
+                # close the connection, so that the client sees that the response is truncated
                 self.close()
             else:
                 exchange.keep_alive = False

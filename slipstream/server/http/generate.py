@@ -20,8 +20,8 @@ from slipstream.server.fields.values import MESSAGES, UNDECLARED
 from slipstream.server.http.exchange import EVENTS, JSON, Exchange
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter, ServedModel
-from slipstream.server.kserve.input_checks import check_inputs, refused
-from slipstream.server.kserve.tensors import Tensor, tensor_from_json
+from slipstream.server.kserve.input_checks import check_inputs, request_error
+from slipstream.server.kserve.tensors import Tensor, count_values, tensor_from_json
 from slipstream.server.kserve.triton_json import (
     Members,
     parse_json,
@@ -87,7 +87,7 @@ def _convert(
                 value = _encode_messages(value)
             tensor = tensor_from_json(tensors[name], batched, value)
             if name in request.inputs:
-                raise refused(request, f"input '{name}' already exists in request")
+                raise request_error(request, f"input '{name}' already exists in request")
             request.inputs[name] = tensor
 
 
@@ -139,7 +139,7 @@ async def answer_once(model: ServedModel, request: InferRequest, exchange: Excha
     if first is None or more:
         body = write_error(EXACTLY_ONE)
     else:  # logits may be millions of numbers
-        body = await in_thread_if_long(count_values(first), write_response, request, first)
+        body = await in_thread_if_long(count_values(first.outputs), write_response, request, first)
     exchange.start_chunks(400 if failed else 200, JSON)
     await exchange.end_chunks(body)
 
@@ -154,7 +154,9 @@ async def answer_stream(model: ServedModel, request: InferRequest, exchange: Exc
                 if not started:
                     exchange.start_chunks(200 if response.error is None else 400, EVENTS)
                     started = True
-                body = await in_thread_if_long(count_values(response), events.write, response)
+                body = await in_thread_if_long(
+                    count_values(response.outputs), events.write, response
+                )
                 await exchange.send_chunk(body)
         except InferenceError as error:
             if not started:
@@ -163,11 +165,6 @@ async def answer_stream(model: ServedModel, request: InferRequest, exchange: Exc
     if not started:
         exchange.start_chunks(200, EVENTS)
     await exchange.end_chunks()
-
-
-def count_values(response: InferResponse) -> int:
-    """Return the number of values in the outputs of a response."""
-    return sum([len(tensor.data) for tensor in response.outputs])
 
 
 def write_response(request: InferRequest, response: InferResponse) -> bytes:

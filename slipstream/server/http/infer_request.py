@@ -10,7 +10,12 @@ from slipstream.repository.config import ModelConfig
 from slipstream.server.kserve.call import InferCall, SharedPlace, WantedOutput
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, Parameter
-from slipstream.server.kserve.input_checks import check_request, decode, refused, undecoded
+from slipstream.server.kserve.input_checks import (
+    check_request,
+    decode,
+    request_error,
+    tensor_without_data,
+)
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.kserve.tensor_bytes import DATATYPES, SIZES, Buffer
 from slipstream.server.kserve.tensors import Array, Tensor, read_values, unreadable
@@ -63,7 +68,7 @@ def read_infer_call(
 def _read_bare(request: InferRequest, body: bytes, config: ModelConfig) -> None:
     """Read a body without a header: it is the input of a model that has only one."""
     if len(config.inputs) != 1:
-        raise refused(
+        raise request_error(
             request,
             "Raw request must only have 1 input (found 1) to be deduced but got "
             f"{len(config.inputs)} inputs in '{config.name}' model configuration",
@@ -77,18 +82,18 @@ def _read_bare(request: InferRequest, body: bytes, config: ModelConfig) -> None:
             text = (
                 f"For BYTE datatype raw input '{tensor.name}', the model must have input shape [1]"
             )
-            raise refused(request, text)
+            raise request_error(request, text)
         request.inputs[tensor.name] = Tensor(tensor.name, "BYTES", (*batch, *tensor.dims), [body])
         return
     if open_dims > 1:
-        raise refused(
+        raise request_error(
             request,
             f"The shape of the raw input '{tensor.name}' can not be deduced because there are "
             "more than one variable-sized dimension",
         )
     left = len(body) // (fixed * SIZES[tensor.datatype])
     shape = (*batch, *(dim if dim > 0 else left for dim in tensor.dims))
-    given = undecoded(tensor.name, tensor.datatype, shape)
+    given = tensor_without_data(tensor.name, tensor.datatype, shape)
     given.data = decode(request, given, body)
     request.inputs[tensor.name] = given
 
@@ -144,9 +149,9 @@ def _read_inputs(
         if datatype not in DATATYPES:
             raise InferenceError(f"invalid datatype for input {name}")
         if name in request.inputs:
-            raise refused(request, f"input '{name}' already exists in request")
+            raise request_error(request, f"input '{name}' already exists in request")
         size, place = _sources(given)
-        tensor = undecoded(name, datatype, shape)
+        tensor = tensor_without_data(name, datatype, shape)
         if size is not None:
             piece = binary[position : position + size]
             if len(piece) < size:

@@ -59,8 +59,8 @@ _PARAMETER_PATTERNS = {"version": "[0-9]+", "kind": "system|cuda", "rest": ".*"}
 class Route:
     """One line of the table.
 
-    In `path`, `{name}` is a parameter and a part in brackets is optional. `api` is the group of
-    calls that access is given for; the handler of a route without one checks access itself.
+    In `path`, `{name}` is a parameter and a part in brackets is optional.
+    `api`: the access-control group; empty if the handler checks access itself.
     """
 
     methods: tuple[str, ...]
@@ -195,7 +195,8 @@ class HttpRoutes:
         except ClientGone:
             return
         except Exception:
-            if exchange.started:  # the connection is closed: a part must not look like the whole
+            if exchange.started:
+                # close the connection, so that the client sees that the response is truncated
                 raise
             logger.exception("%s %s failed:", exchange.method, exchange.path)
             body = write_error("internal error, the server's log has the details")

@@ -47,12 +47,12 @@ _FORMERLY_UNSIGNED = frozenset(
 )
 
 
-def refused(request: InferRequest, text: str) -> InferenceError:
+def request_error(request: InferRequest, text: str) -> InferenceError:
     """Return an error that names the request by its id."""
     return InferenceError(f"[request id: {request.id or '<id_unknown>'}] {text}")
 
 
-def undecoded(name: str, datatype: str, shape: tuple[int, ...]) -> Tensor:
+def tensor_without_data(name: str, datatype: str, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor whose bytes `check_request` decodes once it has checked the rest."""
     return Tensor(name, datatype, shape, [])
 
@@ -69,16 +69,16 @@ def decode(request: InferRequest, tensor: Tensor, raw: Buffer) -> Array | list[b
                 f"incomplete string data for inference input {place}, "
                 f"expecting string of length {error.length}"
             )
-            raise refused(request, text) from error
+            raise request_error(request, text) from error
         if len(items) != count:
-            raise refused(
+            raise request_error(
                 request,
                 f"expected {count} string elements for inference input {place}, got {len(items)}",
             )
         return items
     expected = count * SIZES[tensor.datatype]
     if len(raw) != expected:
-        raise refused(
+        raise request_error(
             request,
             f"input byte size mismatch for input {place}. Expected {expected}, got {len(raw)}",
         )
@@ -88,7 +88,10 @@ def decode(request: InferRequest, tensor: Tensor, raw: Buffer) -> Array | list[b
 def check_request(
     request: InferRequest, config: ModelConfig, raw: Mapping[str, Buffer] | None = None
 ) -> None:
-    """Check names, types and shapes, then decode `raw`: the bytes of `undecoded` inputs by name."""
+    """Check names, types and shapes, then decode `raw`.
+
+    `raw`: the bytes of the inputs that `tensor_without_data` made, by name.
+    """
     raw = raw or {}
     check_inputs(request, config, raw)
     for tensor in request.inputs.values():
@@ -130,7 +133,7 @@ def check_inputs(
                 f"unexpected number of string elements {len(tensor.data)} for inference input "
                 f"'{tensor.name}' for model '{config.name}', expecting {expected}"
             )
-            raise refused(request, text)
+            raise request_error(request, text)
 
 
 def _wrong_count(request: InferRequest, config: ModelConfig) -> InferenceError:
@@ -152,7 +155,7 @@ def _wrong_count(request: InferRequest, config: ModelConfig) -> InferenceError:
         f"Got input(s) [{got}], but missing required input(s) {missing}. "
         "Please provide all required input(s)."
     )
-    return refused(request, text)
+    return request_error(request, text)
 
 
 def _missing(request: InferRequest, config: ModelConfig) -> list[str]:
@@ -172,7 +175,7 @@ def _check_batch(request: InferRequest, config: ModelConfig) -> None:
     # Triton iterates over a hash map, which has the last input first
     for tensor in reversed(request.inputs.values()):
         if not tensor.shape:
-            raise refused(
+            raise request_error(
                 request,
                 f"input '{tensor.name}' has no shape but model requires batch dimension for "
                 f"'{config.name}'",
@@ -180,12 +183,12 @@ def _check_batch(request: InferRequest, config: ModelConfig) -> None:
         if size is None:
             size = tensor.shape[0]
         elif tensor.shape[0] != size:
-            raise refused(
+            raise request_error(
                 request,
                 f"input '{tensor.name}' batch size does not match other inputs for '{config.name}'",
             )
     if size is not None and size > config.max_batch_size:
-        raise refused(
+        raise request_error(
             request,
             f"inference request batch-size must be <= {config.max_batch_size} for '{config.name}'",
         )
@@ -203,12 +206,12 @@ def _check_tensor(
     if tensor.datatype != expected.datatype and not _differs_in_sign(tensor, expected):
         given = tensor.datatype if tensor.datatype in DATATYPES else "<invalid>"
         kinds = f"data-type is '{given}', but model '{config.name}' expects '{expected.datatype}'"
-        raise refused(request, f"inference input '{tensor.name}' {kinds}")
+        raise request_error(request, f"inference input '{tensor.name}' {kinds}")
     wanted = ((-1,) if config.max_batch_size > 0 else ()) + expected.dims
     if len(wanted) != len(tensor.shape) or any(map(_differ, wanted, tensor.shape)):
         shapes = f"Expected {_shape(wanted)}, got {_shape(tensor.shape)}."
         text = f"unexpected shape for input '{tensor.name}' for model '{config.name}'. {shapes}"
-        raise refused(request, text + (_BATCH_NOTE if config.max_batch_size > 0 else ""))
+        raise request_error(request, text + (_BATCH_NOTE if config.max_batch_size > 0 else ""))
 
 
 def _differ(wanted: int, given: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -10,12 +10,7 @@ import numpy as np
 
 from slipstream.server.kserve.tensors import Array, Tensor
 
-LONG = 1 << 18  # values from which joining runs in a thread
-
-
-def numbers(tensors: Iterable[Tensor]) -> int:
-    """Return the number of values of all tensors."""
-    return sum(len(tensor.data) for tensor in tensors)
+THREAD_ABOVE_VALUES = 1 << 18  # values from which joining runs in a thread
 
 
 def one_after_another(

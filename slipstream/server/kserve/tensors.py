@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -98,6 +98,11 @@ class Tensor:
 
     def texts(self) -> list[str]:
         return [item.decode("utf-8", "replace") for item in self.strings()]
+
+
+def count_values(tensors: Iterable[Tensor]) -> int:
+    """Return the number of values of all tensors."""
+    return sum([len(tensor.data) for tensor in tensors])
 
 
 def values_to_data(datatype: str, values: Sequence[Any]) -> Array | list[bytes]:

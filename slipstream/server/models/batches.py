@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse
-from slipstream.server.kserve.joining import LONG, numbers, one_after_another
-from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.kserve.joining import THREAD_ABOVE_VALUES, one_after_another
+from slipstream.server.kserve.tensors import Tensor, count_values
 from slipstream.server.text.sequences import merge_streams
 
 BATCH_INDEX = "batch_index"
@@ -61,7 +61,7 @@ async def answer_batch(
         yield failed
         return
     fillers = {**FILLERS, **model.fillers(request)}
-    if sum(numbers(answer.outputs) for answer in answers) < LONG:
+    if sum(count_values(answer.outputs) for answer in answers) < THREAD_ABOVE_VALUES:
         yield join(answers, fillers)
     else:  # on the event loop it would delay other requests
         yield await asyncio.to_thread(join, answers, fillers)

@@ -41,14 +41,14 @@ from slipstream.server.kserve.inference import (
     ServedModel,
     batch_size,
 )
-from slipstream.server.kserve.joining import LONG
+from slipstream.server.kserve.joining import THREAD_ABOVE_VALUES
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models.batches import BATCH_INDEX, answer_batch
 from slipstream.server.models.generation_outputs import (
     Completion,
     OutputRequest,
-    convert_to_halves,
-    declared_halves,
+    convert_to_16_bit,
+    declared_16_bit_outputs,
     rename_and_filter,
     sequence_index,
     side_outputs,
@@ -245,7 +245,7 @@ class GeneratingModel(EngineBackedModel):
         """`output_names`: field → name of the output that the model declares for it."""
         super().__init__(config, engine)
         self.output_names = output_names
-        self._halves = declared_halves(config)
+        self._16_bit_outputs = declared_16_bit_outputs(config)
 
     @property
     def ready(self) -> bool:
@@ -314,7 +314,7 @@ class GeneratingModel(EngineBackedModel):
         self, call: GenerateCall, completions: list[Completion], output: TextOutput | None = None
     ) -> InferResponse:
         """Return a response; write it in a thread where it has many logits."""
-        if sum(completion.logits_bytes for completion in completions) < 4 * LONG:
+        if sum(completion.logits_bytes for completion in completions) < 4 * THREAD_ABOVE_VALUES:
             return self.write(call, completions, output)
         return await asyncio.to_thread(self.write, call, completions, output)
 
@@ -334,8 +334,8 @@ class GeneratingModel(EngineBackedModel):
         if output is not None and len(call.completions) > 1:
             tensors.append(sequence_index(output.sequence))
         tensors = rename_and_filter(tensors, self.output_names, call.outputs.by_name)
-        if self._halves:
-            tensors = convert_to_halves(tensors, self._halves)
+        if self._16_bit_outputs:
+            tensors = convert_to_16_bit(tensors, self._16_bit_outputs)
         final = self.marks_end and (output is None or call.finished)
         return InferResponse(tensors, self.response_parameters, final=final)
 

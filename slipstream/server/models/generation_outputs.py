@@ -302,7 +302,7 @@ def rename_and_filter(
     return kept
 
 
-def declared_halves(config: ModelConfig) -> dict[str, str]:
+def declared_16_bit_outputs(config: ModelConfig) -> dict[str, str]:
     """Return the outputs that a model declares with 16-bit types, as later repositories do."""
     return {
         tensor.name: tensor.datatype
@@ -311,11 +311,11 @@ def declared_halves(config: ModelConfig) -> dict[str, str]:
     }
 
 
-def convert_to_halves(outputs: Iterable[Tensor], halves: Mapping[str, str]) -> list[Tensor]:
-    """Convert FP32 outputs to the 16-bit types in `halves`, by output name."""
+def convert_to_16_bit(outputs: Iterable[Tensor], datatypes: Mapping[str, str]) -> list[Tensor]:
+    """Convert FP32 outputs to the 16-bit types in `datatypes`, by output name."""
     return [
-        _narrowed(tensor, halves[tensor.name])
-        if tensor.datatype == "FP32" and tensor.name in halves
+        _narrowed(tensor, datatypes[tensor.name])
+        if tensor.datatype == "FP32" and tensor.name in datatypes
         else tensor
         for tensor in outputs
     ]

@@ -246,7 +246,7 @@ class TextWriter:
     def write_whole(self, completion: Completion) -> list[Tensor]:
         text = completion.text
         if self.prompt is not None and self.tokenizer is not None:
-            text = self.prompt + joint(self.tokenizer, self.prompt, completion.tokens) + text
+            text = self.prompt + text_between(self.tokenizer, self.prompt, completion.tokens) + text
         return [_text_tensor(text)]
 
 
@@ -254,7 +254,7 @@ def _text_tensor(text: str) -> Tensor:
     return Tensor("text_output", "BYTES", (1,), [text.encode("utf-8", "replace")])
 
 
-def joint(tokenizer: Tokenizer, prompt: str, tokens: list[int]) -> str:
+def text_between(tokenizer: Tokenizer, prompt: str, tokens: list[int]) -> str:
     """Return the text between a prompt and its answer: SentencePiece drops a text's first space."""
     before = tokenizer.encode(prompt[-64:], False)[-8:]
     first = tokenizer.decode(before)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.generation_outputs import Completion
-from slipstream.server.models.text_model import joint
+from slipstream.server.models.text_model import text_between
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import CompletionFields, read_fields
@@ -111,7 +111,7 @@ class CompletionChoiceWriter:
         prompt = self.echoed[index // self.answers]
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         # Only the first token decides, because a stream has no more yet.
-        return text + joint(self.tokenizer, text, tokens[:1])
+        return text + text_between(self.tokenizer, text, tokens[:1])
 
     def _scores(self, index: int, output: TextOutput | Completion) -> Document | None:
         if not self.log_probs:

@@ -1,10 +1,10 @@
 """Limits the instances that execute at the same time (`--rate-limit=execution_count`).
 
 An instance group names resources and the amount of each that one execution takes. An instance waits
-until all of them are free. Of the waiting instances, the one goes first that has executed least,
-weighted by its priority (priority 2 gets half the executions of priority 1). Without a flag, the
-amount of a resource is what the most demanding instance needs. The built-in models need none: an
-engine accepts requests at any time and limits itself.
+until all of them are free. Of the waiting instances, the instance with the fewest executions goes
+first, weighted by its priority (priority 2 gets half the executions of priority 1). Without a flag,
+the amount of a resource is what the most demanding instance needs. The built-in models need none:
+an engine accepts requests at any time and limits itself.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 PARENT`.
 
 The server starts and watches it. ORDERS and EVENTS are the numbers of inherited sockets, PARENT is
-the server's process id. Only here code of a repository runs.
+the server's process id. Repository code runs only in this process.
 """
 
 from __future__ import annotations

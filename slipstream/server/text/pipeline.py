@@ -200,11 +200,13 @@ class TextGenerator:
             bad_words=tuple(dict.fromkeys(bad_words)),
             bad_texts=self._bad_texts(request),
             stop_texts=self._stop_texts(request),
-            timing=True,  # the metrics count the time in the queue of every request
+            # The metrics count the time in the queue. It is not known for a request that ends at a
+            # stop word, unless the request asks for times: the engine's own end is not awaited.
+            timing=True,
         )
         if self.engine.info is None:
             return sampling
-        return within(sampling, self.engine.info.vocab_size)
+        return drop_unknown_tokens(sampling, self.engine.info.vocab_size)
 
     def _bad_texts(self, request: TextRequest) -> tuple[str, ...]:
         """Return the bad words as texts, where the tokenizer knows the text of each token.
@@ -359,7 +361,7 @@ def _engine_request(
     )
 
 
-def within(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
+def drop_unknown_tokens(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
     """Return the parameters without tokens that the model does not have.
 
     A tokenizer may have more tokens than its model.
@@ -367,7 +369,7 @@ def within(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
 
     def known(token: int) -> bool:
         if token < 0:
-            raise PromptError(f"{token} is no token: ids are at least 0")
+            raise PromptError(f"{token} is not a token id: ids are at least 0")
         return token < vocab_size
 
     return replace(

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 # Characters (or bytes, or values). Work on more of them would delay the streams of other requests
 # if it ran on the event loop.
-LONG_TEXT_CHARS = 8192
+THREAD_ABOVE_SIZE = 8192
 
 Result = TypeVar("Result")
 
 
 async def in_thread_if_long(size: int, function: Callable[..., Result], *args: Any) -> Result:
-    """Return function(*args); compute it in a thread where `size` is over LONG_TEXT_CHARS."""
-    if size > LONG_TEXT_CHARS:
+    """Return function(*args); compute it in a thread where `size` is over THREAD_ABOVE_SIZE."""
+    if size > THREAD_ABOVE_SIZE:
         return await asyncio.to_thread(function, *args)
     return function(*args)
