@@ -55,7 +55,7 @@ class EngineModel:
     """An engine model with its folders and settings."""
 
     name: str
-    engine: EngineConfig
+    engine_config: EngineConfig
     tokenizer_folder: Path
     settings: EngineSettings
     decoupled: bool
@@ -298,7 +298,7 @@ def _read_engine(
     batching = config.dynamic_batching or DynamicBatching()
     return EngineModel(
         name=model.name,
-        engine=engine,
+        engine_config=engine,
         tokenizer_folder=find_tokenizer(
             tokenizer.config if tokenizer else None,
             _parameter(tokenizer, "tokenizer_dir", None),
@@ -487,7 +487,7 @@ def _fill_batch_size(
         return model
     name = pipelines[model.name].engine if model.name in pipelines else model.name
     engine = engines.get(name) or next(iter(engines.values()), None)
-    size = engine.engine.build.max_batch_size if engine else 1
+    size = engine.engine_config.build.max_batch_size if engine else 1
     text = f"was not filled: using the engine's ({size})"
     problems.warn(model.config.file, model.config.line("max_batch_size"), "max_batch_size", text)
     document = {**model.config.document, "max_batch_size": size}

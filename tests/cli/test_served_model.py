@@ -84,7 +84,7 @@ def test_an_engine_is_rebuilt_only_if_its_weights_changed(home, capsys):
     make(model)
     repository = read_repository(model.repository)
     assert set(repository.models) >= {"mine", "ensemble", "tensorrt_llm"}
-    assert repository.engines["tensorrt_llm"].engine.path == model.engine
+    assert repository.engines["tensorrt_llm"].engine_config.path == model.engine
     built = read_engine_config(model.engine).inputs_hash
     config = model.repository / "mine" / "config.pbtxt"
     config.write_text(config.read_text() + "# mine\n")
@@ -128,7 +128,10 @@ def test_the_repository_follows_engine_dest_path(home, monkeypatch):
         model = find_named_model(str(home / "mine"))
         make(model)
         assert model.engine.parent == (place or home / "home" / "engines")
-        assert read_repository(model.repository).engines["tensorrt_llm"].engine.path == model.engine
+        assert (
+            read_repository(model.repository).engines["tensorrt_llm"].engine_config.path
+            == model.engine
+        )
 
 
 def test_an_interrupted_build_leaves_no_partial_repository(home, monkeypatch):
@@ -185,7 +188,7 @@ def test_an_engine_folder_is_served_without_a_build(home):
     engine = find_named_model(str(home / "mine")).engine
     again = find_named_model(str(engine))
     make(again)
-    assert read_repository(again.repository).engines["tensorrt_llm"].engine.path == engine
+    assert read_repository(again.repository).engines["tensorrt_llm"].engine_config.path == engine
 
 
 @pytest.mark.parametrize("name", ["start", "serve"])

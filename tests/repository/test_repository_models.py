@@ -150,7 +150,7 @@ def test_a_relative_path_may_start_at_three_folders(
     bases = {"cwd": tmp_path / "work", "repository": repo, "model": repo / "tensorrt_llm"}
     folder = write_engine_folder(bases[place] / "my" / "engine")
     model = read_repository(repo).engines["tensorrt_llm"]
-    assert model.engine.path == folder
+    assert model.engine_config.path == folder
     assert model.tokenizer_folder == folder
 
 
@@ -158,10 +158,10 @@ def test_the_engine_may_be_in_the_parent_or_a_child_of_the_path(
     tmp_path: Path, engine: Path
 ) -> None:
     child = write_templates(tmp_path / "child", {"engine_dir": str(engine.parent)})
-    assert read_repository(child).engines["tensorrt_llm"].engine.path == engine
+    assert read_repository(child).engines["tensorrt_llm"].engine_config.path == engine
     other = write_engine_folder(tmp_path / "flat")
     parent = write_templates(tmp_path / "parent", {"engine_dir": str(other / "1-gpu")})
-    assert read_repository(parent).engines["tensorrt_llm"].engine.path == other
+    assert read_repository(parent).engines["tensorrt_llm"].engine_config.path == other
 
 
 @pytest.mark.parametrize("inside", [".", "1-gpu", "anything"])
@@ -169,7 +169,7 @@ def test_an_engine_in_the_version_folder_needs_no_path(tmp_path: Path, inside: s
     repo = write_templates(tmp_path / "repo", {})
     (repo / "tensorrt_llm" / "1").rmdir()
     folder = write_engine_folder(repo / "tensorrt_llm" / "1" / inside)
-    assert read_repository(repo).engines["tensorrt_llm"].engine.path.samefile(folder)
+    assert read_repository(repo).engines["tensorrt_llm"].engine_config.path.samefile(folder)
 
 
 @pytest.mark.parametrize("folder", ["meta-llama/Llama-2-7b-hf", "~no.such.user/x"])

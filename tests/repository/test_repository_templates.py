@@ -45,7 +45,7 @@ def test_written_repository_reads_back_without_a_warning(tmp_path: Path, engine:
     }
     assert all(model.config.max_batch_size == 16 for model in repository.models.values())
     model = repository.engines["tensorrt_llm"]
-    assert (model.engine.path, model.tokenizer_folder) == (engine, engine)
+    assert (model.engine_config.path, model.tokenizer_folder) == (engine, engine)
     assert (model.decoupled, model.exclude_input_in_output, model.add_special_tokens) == (
         True,
         True,

@@ -105,7 +105,7 @@ class Short:
 async def test_text_ends_at_the_context_limit_as_without_drafts(target):
     request = TextRequest(PROMPT, SamplingParams(max_tokens=10_000), ignore_end=True)
     expected = await whole(target, request)
-    assert len(expected[1]) == target.engine.info.max_sequence_tokens - 10
+    assert len(expected[1]) == target.client.info.max_sequence_tokens - 10
     for draft in (target, Short()):
         assert (
             await whole(DraftedGenerator(target, target.tokenizer, draft, 30), request) == expected
@@ -164,7 +164,7 @@ def test_num_draft_tokens_uses_the_configured_draft_model(engine_folder, target,
     with ExitStack() as stack:
         registry = build_registry(repository, {"tensorrt_llm": target, "small": target})
         port = stack.enter_context(
-            RunningServer(create_app(registry, ServerState([target.engine])))
+            RunningServer(create_app(registry, ServerState([target.client])))
         ).port
 
         def ask(model: str = "chat", status: int = 200, **fields: Any) -> dict[str, Any]:

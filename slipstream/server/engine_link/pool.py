@@ -48,7 +48,7 @@ class EnginePool:
     def create(self, model: EngineModel) -> EngineClient:
         settings = replace(model.settings, **self._settings)
         return EngineClient(
-            model.engine.path, settings, self._supervision, self._command, model.name
+            model.engine_config.path, settings, self._supervision, self._command, model.name
         )
 
     def spawn(self, model: EngineModel) -> None:

@@ -28,7 +28,7 @@ _MAX_RANGES = 64  # every block is compared with every range
 
 
 def token_request(fields: RequestFields, engine: EngineModel, tokenizer: Tokenizer) -> TextRequest:
-    spec = engine.engine.spec
+    spec = engine.engine_config.spec
     _refuse_texts(fields, engine.name)
     table = read_prompt_table(fields, spec, sequence_count(fields))
     prompt = _read_prompt(fields, engine, table)
@@ -72,8 +72,8 @@ def _read_prompt(
         ids = ids[: fields["input_lengths"].value]
     if min(ids) < 0:
         raise InferenceError(f"{given.name} holds the id {min(ids)}, which no vocabulary has")
-    check_tokens(ids, engine.engine.build.max_input_len)
-    vocab_size = engine.engine.spec.vocab_size
+    check_tokens(ids, engine.engine_config.build.max_input_len)
+    vocab_size = engine.engine_config.spec.vocab_size
     if table is None:
         # Load generators send ids of other vocabularies.
         return [token % vocab_size for token in ids]
@@ -90,10 +90,10 @@ def _read_draft(fields: RequestFields, engine: EngineModel) -> list[int]:
     if given is None:
         return []
     ids = given.tensor.values()
-    longest = engine.engine.build.max_seq_len
+    longest = engine.engine_config.build.max_seq_len
     if len(ids) > longest:
         raise InferenceError(f"{given.name} must hold at most {longest} tokens, got {len(ids)}")
-    vocab_size = engine.engine.spec.vocab_size
+    vocab_size = engine.engine_config.spec.vocab_size
     if max(ids) >= vocab_size:
         raise InferenceError(
             f"{given.name} holds the id {max(ids)}, which is not in the vocabulary of {vocab_size}"

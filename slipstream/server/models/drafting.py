@@ -30,7 +30,7 @@ class _SizedEngine(Protocol):
 
 class Target(Generates, Protocol):
     @property
-    def engine(self) -> _SizedEngine: ...
+    def client(self) -> _SizedEngine: ...
 
 
 class DraftedGenerator:
@@ -68,7 +68,7 @@ class DraftedGenerator:
 
     def _limit_to_context(self, request: TextRequest, prompt_tokens: int) -> TextRequest:
         """Return the request with `max_tokens` that fit the context: a round sees only its own."""
-        info = self._target.engine.info
+        info = self._target.client.info
         if info is None:
             return request
         room = max(1, info.max_sequence_tokens - prompt_tokens)

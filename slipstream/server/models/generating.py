@@ -95,10 +95,10 @@ class Scheduling(NamedTuple):
 def check_queue(request: InferRequest, count: int, engine: ServedEngine) -> None:
     """Refuse a request of `count` sequences that would make the queue longer than configured."""
     most = engine.model.queue_policy.max_queue_size
-    info = engine.generator.engine.info
+    info = engine.generator.client.info
     if not most or info is None:
         return
-    outstanding = engine.generator.engine.outstanding
+    outstanding = engine.generator.client.outstanding
     waiting = max(0, outstanding - info.max_rows)
     if waiting + count > most and outstanding + count > info.max_rows:
         raise QueueFull(f"[request id: {request.id or '<id_unknown>'}] {QUEUE_FULL}")
@@ -249,7 +249,7 @@ class GeneratingModel(EngineBackedModel):
 
     @property
     def ready(self) -> bool:
-        return self.engine.generator.engine.ready
+        return self.engine.generator.client.ready
 
     @abstractmethod
     async def read(self, request: InferRequest) -> GenerateCall | InferResponse:

@@ -67,7 +67,7 @@ class PreprocessingModel(EngineBackedModel):
             yield InferResponse(error=InferenceError(str(error)))
 
     async def _prompt(self, fields: RequestFields) -> list[int]:
-        longest = self.engine.model.engine.build.max_input_len
+        longest = self.engine.model.engine_config.build.max_input_len
         if MESSAGES in fields:
             return await conversation_tokens(fields[MESSAGES], self.engine.generator, longest)
         check_prompt_length(fields["text_input"], longest)
@@ -106,7 +106,7 @@ class PreprocessingModel(EngineBackedModel):
     def _bias(self, fields: RequestFields) -> Tensor:
         tokenizer = self.engine.generator.tokenizer
         pairs = sampling_params(fields, lambda word: tokenizer.encode(word, False)).logit_bias
-        data = [0.0] * (self.engine.model.engine.spec.vocab_size if pairs else 0)
+        data = [0.0] * (self.engine.model.engine_config.spec.vocab_size if pairs else 0)
         for token, weight in pairs:
             if token < len(data):  # a tokenizer may have more tokens than the model has outputs
                 data[token] = weight

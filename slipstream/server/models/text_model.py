@@ -204,8 +204,8 @@ class TextModel(GeneratingModel):
     async def _prompt(self, fields: RequestFields) -> str | list[int]:
         """Return the prompt; as tokens where the engine is built for fewer than its context."""
         generator = self.engine.generator
-        longest = self.engine.model.engine.build.max_input_len
-        info = generator.engine.info
+        longest = self.engine.model.engine_config.build.max_input_len
+        info = generator.client.info
         prompt: str | list[int]
         if MESSAGES in fields:
             prompt = await conversation_tokens(fields[MESSAGES], generator, longest)

@@ -73,13 +73,13 @@ def describe_routes() -> dict[str, Any]:
 
 async def find_engine_problems(registry: ModelRegistry) -> str:
     """Ask every engine for a token. Return what went wrong, or nothing."""
-    models = {id(model.text.engine.generator.engine): model for model in text_models(registry)}
+    models = {id(model.text.engine.generator.client): model for model in text_models(registry)}
     problems = await asyncio.gather(*map(_find_engine_problem, models.values()))
     return "; ".join(filter(None, problems))
 
 
 async def _find_engine_problem(model: OpenAIModel) -> str:
-    engine = model.text.engine.generator.engine
+    engine = model.text.engine.generator.client
     if engine.info is not None and engine.outstanding >= engine.info.max_rows:
         return ""
     tokenizer = model.tokenizer

@@ -28,14 +28,14 @@ class OpenAIModel:
 
     @property
     def vocab_size(self) -> int:
-        info = self.text.engine.generator.engine.info
+        info = self.text.engine.generator.client.info
         return self.tokenizer.vocab_size if info is None else info.vocab_size
 
     @property
     def longest_prompt(self) -> int:
         """Return the most tokens of a prompt. One generated token must fit behind it."""
-        info = self.text.engine.generator.engine.info
-        limit = self.text.engine.model.engine.build.max_input_len
+        info = self.text.engine.generator.client.info
+        limit = self.text.engine.model.engine_config.build.max_input_len
         return limit if info is None else min(limit, info.max_sequence_tokens - 1)
 
     def adapter(self) -> AdapterUse | None:

@@ -43,9 +43,9 @@ class PromptError(ValueError):
 class TextGenerator:
     """Generates text with one engine and its tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, engine: Engine) -> None:
+    def __init__(self, tokenizer: Tokenizer, client: Engine) -> None:
         self.tokenizer = tokenizer
-        self.engine = engine
+        self.client = client
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextOutput, None]:
         """Run a request. Closing the iterator early cancels the request in the engine at once.
@@ -107,7 +107,7 @@ class TextGenerator:
                 if index:
                     sequence_sampling = sampling_of_sequence(sampling, index)
                     engine_request = replace(engine_request, sampling=sequence_sampling)
-                in_flight = self.engine.submit(engine_request)
+                in_flight = self.client.submit(engine_request)
                 sequences.append(
                     _Sequence(index, in_flight, request, engine_request, self.tokenizer, stop_words)
                 )
@@ -155,8 +155,8 @@ class TextGenerator:
             )
         if not ids:
             raise PromptError("The prompt is empty: it has no tokens.")
-        if self.engine.info is not None:
-            longest = self.engine.info.max_sequence_tokens - 1
+        if self.client.info is not None:
+            longest = self.client.info.max_sequence_tokens - 1
             if len(ids) > longest:
                 raise PromptError(
                     f"Prompt length ({len(ids)}) exceeds maximum input length ({longest})."
@@ -165,15 +165,15 @@ class TextGenerator:
 
     def _check_logits(self, sampling: SamplingParams, prompt_tokens: int, sequences: int) -> None:
         """Refuse a request for too many logits: each token has one for the whole vocabulary."""
-        if self.engine.info is None:
+        if self.client.info is None:
             return
         wanted = {
             "context_logits": prompt_tokens * sampling.context_logits,
             "generation_logits": sampling.max_tokens * sampling.generation_logits * sequences,
         }
-        if sum(wanted.values()) * 4 * self.engine.info.vocab_size > MOST_LOGITS_BYTES:
+        if sum(wanted.values()) * 4 * self.client.info.vocab_size > MOST_LOGITS_BYTES:
             counts = [f"{name} of {count} tokens" for name, count in wanted.items() if count]
-            most = MOST_LOGITS_BYTES // (4 * self.engine.info.vocab_size)
+            most = MOST_LOGITS_BYTES // (4 * self.client.info.vocab_size)
             raise PromptError(
                 f"{' and '.join(counts)} exceed the bound of {MOST_LOGITS_BYTES >> 20} MiB a "
                 f"request, which is {most} tokens of this model's vocabulary"
@@ -183,15 +183,15 @@ class TextGenerator:
         """Return the request's parameters, completed from the tokenizer and the engine's limits."""
         given = request.sampling
         if given.beams:
-            problem = beam_problem(given, request.sequences, bool(request.draft), self.engine.info)
+            problem = beam_problem(given, request.sequences, bool(request.draft), self.client.info)
             if problem:
                 raise PromptError(problem)
         end_ids: tuple[int, ...] = ()
         if not request.ignore_end:
             end_ids = given.end_ids or tuple(self.tokenizer.end_ids)
         room = given.max_tokens
-        if self.engine.info is not None:
-            room = self.engine.info.max_sequence_tokens - prompt_tokens
+        if self.client.info is not None:
+            room = self.client.info.max_sequence_tokens - prompt_tokens
         bad_words = [*given.bad_words, *bad_word_tokens(self.tokenizer, request.bad_words)]
         sampling = replace(
             given,
@@ -204,9 +204,9 @@ class TextGenerator:
             # stop word, unless the request asks for times: the engine's own end is not awaited.
             timing=True,
         )
-        if self.engine.info is None:
+        if self.client.info is None:
             return sampling
-        return drop_unknown_tokens(sampling, self.engine.info.vocab_size)
+        return drop_unknown_tokens(sampling, self.client.info.vocab_size)
 
     def _bad_texts(self, request: TextRequest) -> tuple[str, ...]:
         """Return the bad words as texts, where the tokenizer knows the text of each token.
