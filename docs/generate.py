@@ -14,9 +14,9 @@ from typing import Any
 
 from slipstream.cli.reference import render_reference
 from slipstream.request_fields.markdown import page as render_request_fields
+from slipstream.server.http import health_probes
 from slipstream.server.http.pages import openapi_document
 from slipstream.server.kserve.inference import ModelRegistry
-from slipstream.server.openai import deep_health
 from slipstream.server.openai.describe import openai_paths
 
 DOCS = Path(__file__).parent
@@ -33,7 +33,7 @@ on a running server shows the same routes with forms to try them.
 def render_http_routes() -> str:
     """Return the page of HTTP routes, in groups by the first parts of their paths."""
     registry = ModelRegistry()
-    others = {**openai_paths(registry), **deep_health.describe_routes()}
+    others = {**openai_paths(registry), **health_probes.describe_routes()}
     paths = json.loads(openapi_document(registry, others))["paths"]
     groups: dict[str, list[str]] = {"OpenAI": [], "Triton": [], "Health": []}
     for path, operations in sorted(paths.items()):

@@ -13,6 +13,7 @@ from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.grpc.options import GrpcOptions, add_port
 from slipstream.server.grpc.service import create_grpc_server
 from slipstream.server.http.exchange import TEXT, Exchange, Handler
+from slipstream.server.http.health_probes import HealthProbes
 from slipstream.server.http.routes import HttpRoutes
 from slipstream.server.http.server import HttpServer
 from slipstream.server.kserve.context import ServerContext
@@ -24,7 +25,6 @@ from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.models.factories import ModelFactory
 from slipstream.server.models.response_cache import ResponseCache
-from slipstream.server.openai.deep_health import HealthProbes
 from slipstream.server.openai.routes import OpenAIRoutes
 from slipstream.server.options import ServerOptions
 from slipstream.server.tracing.settings import TraceSettings

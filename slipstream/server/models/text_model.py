@@ -25,7 +25,12 @@ from slipstream.server.fields.values import (
     sequence_count,
 )
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.kserve.inference import InferRequest, InferResponse
+from slipstream.server.kserve.inference import (
+    InferRequest,
+    InferResponse,
+    ModelRegistry,
+    ModelVersion,
+)
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models.drafting import DraftedGenerator
 from slipstream.server.models.generating import (
@@ -248,6 +253,20 @@ class TextWriter:
         if self.prompt is not None and self.tokenizer is not None:
             text = self.prompt + text_between(self.tokenizer, self.prompt, completion.tokens) + text
         return [_text_tensor(text)]
+
+
+def find_text_model(registry: ModelRegistry, name: str) -> tuple[ModelVersion, TextModel] | None:
+    """Return the latest version of a model and its text model. None: it is no text model."""
+    entry = registry.find(name)
+    model = entry.model.unwrapped
+    return (entry, model) if isinstance(model, TextModel) else None
+
+
+def find_text_models(registry: ModelRegistry) -> list[tuple[ModelVersion, TextModel]]:
+    """Return the latest versions of all text models, sorted by name."""
+    names = sorted({entry.name for entry in registry})
+    found = [find_text_model(registry, name) for name in names]
+    return [pair for pair in found if pair is not None]
 
 
 def _text_tensor(text: str) -> Tensor:

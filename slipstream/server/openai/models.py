@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.server.engine_link.engine import AdapterUse
 from slipstream.server.kserve.inference import ModelRegistry, ModelVersion
-from slipstream.server.models.text_model import TextModel
+from slipstream.server.models.text_model import TextModel, find_text_model, find_text_models
 from slipstream.server.openai.errors import ApiError
 from slipstream.server.text.tokenizer import Tokenizer
 
@@ -54,12 +54,7 @@ class OpenAIModel:
 
 def text_models(registry: ModelRegistry) -> list[OpenAIModel]:
     """Return the text models, without adapters."""
-    models = []
-    for name in sorted({entry.name for entry in registry}):
-        found = _text_model(registry, name)
-        if found is not None:
-            models.append(OpenAIModel(name, *found))
-    return models
+    return [OpenAIModel(entry.name, entry, text) for entry, text in find_text_models(registry)]
 
 
 async def list_models(registry: ModelRegistry) -> list[OpenAIModel]:
@@ -88,7 +83,7 @@ async def find_model(registry: ModelRegistry, name: str) -> OpenAIModel:
         for model in text_models(registry):
             if model.text.engine.adapters.has(name):
                 return OpenAIModel(name, model.entry, model.text, is_adapter=True)
-    elif (found := _text_model(registry, name)) is not None:
+    elif (found := find_text_model(registry, name)) is not None:
         return OpenAIModel(name, *found)
     known = ", ".join([model.id for model in await list_models(registry)]) or "none"
     raise ApiError(
@@ -97,10 +92,3 @@ async def find_model(registry: ModelRegistry, name: str) -> OpenAIModel:
         404,
         "model_not_found",
     )
-
-
-def _text_model(registry: ModelRegistry, name: str) -> tuple[ModelVersion, TextModel] | None:
-    """Return the latest version of a model and its text model. None: it is no text model."""
-    entry = registry.find(name)
-    model = entry.model.unwrapped
-    return (entry, model) if isinstance(model, TextModel) else None

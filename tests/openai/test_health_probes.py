@@ -12,7 +12,7 @@ import pytest
 from http_support import Connection, request_bytes, wait_until
 
 from slipstream.server.engine_link.engine import EngineUnavailable
-from slipstream.server.openai import deep_health
+from slipstream.server.http import health_probes
 
 
 def probe(serving, path: str, method: str = "GET") -> tuple[int, Any]:
@@ -47,7 +47,7 @@ def test_deep_health_generates_one_token_per_engine(serving):
     assert probe(serving, "/health_generate", "POST")[0] == 405
 
 
-@pytest.mark.parametrize("path", [deep_health.HEALTH, deep_health.HEALTH_GENERATE])
+@pytest.mark.parametrize("path", [health_probes.HEALTH, health_probes.HEALTH_GENERATE])
 def test_deep_health_of_a_draining_server_gives_the_reason(serving, path):
     serving.state.draining = True
     try:
@@ -69,8 +69,8 @@ def test_deep_health_reports_an_engine_that_fails_requests(serving, generate):
 
 
 def test_deep_health_reports_an_engine_that_hangs(serving, generate, monkeypatch):
-    monkeypatch.setattr(deep_health, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(deep_health, "_REPLY_SECONDS", 0.1)
+    monkeypatch.setattr(health_probes, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(health_probes, "_REPLY_SECONDS", 0.1)
     generate(asyncio.Event().wait)
     assert probe(serving, "/health_generate") == (
         503,
@@ -79,7 +79,7 @@ def test_deep_health_reports_an_engine_that_hangs(serving, generate, monkeypatch
 
 
 def test_an_engine_with_all_rows_busy_is_healthy(serving, monkeypatch):
-    monkeypatch.setattr(deep_health, "ANSWER_SECONDS", 0.001)
+    monkeypatch.setattr(health_probes, "ANSWER_SECONDS", 0.001)
     never = {str(serving.generator.tokenizer.eos_id): -1000}
     stop = threading.Event()
 

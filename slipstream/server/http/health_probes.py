@@ -1,5 +1,6 @@
-"""The probes of servers with OpenAI's API: `/health` and `/health_generate`, 200 or 503 with a
-reason.
+"""The health probes `/health` and `/health_generate`: 200, or 503 with a reason.
+
+Servers with OpenAI's API have these routes beside Triton's.
 
 `/health_generate` asks each engine that serves a text model for one token. An engine whose rows are
 all in use is not asked: it is working, and its watchdog reports it if it stops.
@@ -20,8 +21,8 @@ from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.kserve.triton_json import write_error
-from slipstream.server.models.generating import TIMED_OUT, run_to_end
-from slipstream.server.openai.models import OpenAIModel, text_models
+from slipstream.server.models.generating import TIMED_OUT, ServedEngine, run_to_end
+from slipstream.server.models.text_model import find_text_models
 
 HEALTH = "/health"
 HEALTH_GENERATE = "/health_generate"
@@ -73,16 +74,18 @@ def describe_routes() -> dict[str, Any]:
 
 async def find_engine_problems(registry: ModelRegistry) -> str:
     """Ask every engine for a token. Return what went wrong, or nothing."""
-    models = {id(model.text.engine.generator.client): model for model in text_models(registry)}
-    problems = await asyncio.gather(*map(_find_engine_problem, models.values()))
+    engines = {
+        id(text.engine.generator.client): text.engine for _, text in find_text_models(registry)
+    }
+    problems = await asyncio.gather(*map(_find_engine_problem, engines.values()))
     return "; ".join(filter(None, problems))
 
 
-async def _find_engine_problem(model: OpenAIModel) -> str:
-    engine = model.text.engine.generator.client
-    if engine.info is not None and engine.outstanding >= engine.info.max_rows:
+async def _find_engine_problem(engine: ServedEngine) -> str:
+    client = engine.generator.client
+    if client.info is not None and client.outstanding >= client.info.max_rows:
         return ""
-    tokenizer = model.tokenizer
+    tokenizer = engine.generator.tokenizer
     prompt = [tokenizer.bos_id if tokenizer.bos_id is not None else 0]
     request = TextRequest(
         prompt,
@@ -93,12 +96,10 @@ async def _find_engine_problem(model: OpenAIModel) -> str:
     )
     try:
         async with asyncio.timeout(ANSWER_SECONDS + _REPLY_SECONDS):
-            await run_to_end(model.text.engine.generator, request)
+            await run_to_end(engine.generator, request)
     except TimeoutError:
-        return f"{model.text.engine.model.name} gave no token in {ANSWER_SECONDS:g} s"
+        return f"{engine.model.name} gave no token in {ANSWER_SECONDS:g} s"
     except InferenceError as error:
         # An engine whose rows were all taken meanwhile times the request out: it is working.
-        return (
-            "" if error.message == TIMED_OUT else f"{model.text.engine.model.name}: {error.message}"
-        )
+        return "" if error.message == TIMED_OUT else f"{engine.model.name}: {error.message}"
     return ""
