@@ -146,7 +146,8 @@ def test_recorded_stream_is_answered_alike(either_client: Client, case: dict[str
 def test_recorded_language_model_stream_is_answered_alike(
     language_client: Client, case: dict[str, Any]
 ) -> None:
-    found, expected = answers(language_client, case), recorded_answers(case)
+    found = answers(language_client, case)
+    expected = recorded_answers(case)
     assert [_shape(answer) for answer in found] == [_shape(answer) for answer in expected]
 
 

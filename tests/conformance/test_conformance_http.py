@@ -235,12 +235,14 @@ LLM = [case for case in recorded("trtllm") if case["request"]["method"] == "POST
 def test_recorded_language_model_request_is_answered_alike(
     trtllm: int, case: dict[str, Any]
 ) -> None:
-    expected, answer = case["response"], send(trtllm, case)
+    expected = case["response"]
+    answer = send(trtllm, case)
     assert answer is not None
     assert answer.status == expected["status"]
     assert answer.framing == expected["framing"]
     assert answer.header("content-type") == dict(expected["headers"])["Content-Type"]
-    ours, theirs = events(answer.body), events(recorded_bytes(expected))
+    ours = events(answer.body)
+    theirs = events(recorded_bytes(expected))
     for mine, recorded_one in zip(ours, theirs, strict=True):
         assert list(mine) == list(recorded_one)  # the same keys, in the same order
         if "error" in mine:
@@ -286,11 +288,13 @@ DESCRIBED = [case for case in recorded("trtllm") if case["request"]["method"] ==
 
 @pytest.mark.parametrize("case", DESCRIBED, ids=lambda case: case["case"])
 def test_recorded_model_metadata_is_answered_alike(trtllm: int, case: dict[str, Any]) -> None:
-    expected, answer = case["response"], send(trtllm, case)
+    expected = case["response"]
+    answer = send(trtllm, case)
     assert answer is not None
     assert (answer.status, answer.framing) == (expected["status"], expected["framing"])
     assert answer.header("content-type") == "application/json"
-    ours, theirs = json.loads(answer.body), json.loads(recorded_bytes(expected))
+    ours = json.loads(answer.body)
+    theirs = json.loads(recorded_bytes(expected))
     assert list(ours) == list(theirs)
     if case["case"] == "trtllm-tensorrt_llm-meta":
         theirs["platform"] = "tensorrtllm"  # the recording's stand-in was a Python model

@@ -92,16 +92,16 @@ def port(registry: ModelRegistry) -> Iterator[int]:
 
 
 def check(port: int, case: dict[str, Any]) -> None:
-    expected, answer = case["response"], send(port, case)
+    expected = case["response"]
+    answer = send(port, case)
     assert answer is not None
     headers = {name.lower(): value for name, value in expected["headers"]}
     assert answer.status == expected["status"], answer.body
     assert answer.reason == PHRASES.get(answer.status, expected["reason"])
     assert answer.framing == expected["framing"]
     assert answer.header("content-type") == headers["content-type"]
-    names = [
-        name for name, _ in answer.headers if name != "retry-after"
-    ]  # every 503 of this server has it
+    # every 503 of this server has retry-after
+    names = [name for name, _ in answer.headers if name != "retry-after"]
     assert sorted(names) == sorted(headers)
     if "content-encoding" in headers:
         assert answer.header("content-encoding") == headers["content-encoding"]
@@ -154,11 +154,13 @@ def test_statistics_have_tritons_shape(port: int, name: str) -> None:
     """The counts depend on what ran before; the keys and their order do not."""
     answer = send(port, CASES[name])
     assert answer is not None
-    ours, theirs = json.loads(answer.body), json.loads(CASES[name]["response"]["body"])
+    ours = json.loads(answer.body)
+    theirs = json.loads(CASES[name]["response"]["body"])
     if name == "stats-all-before":
         names = {model["name"] for model in theirs["model_stats"]}
         assert {model["name"] for model in ours["model_stats"]} >= names - {"raw1"}
-    mine, recorded_one = ours["model_stats"][0], theirs["model_stats"][0]
+    mine = ours["model_stats"][0]
+    recorded_one = theirs["model_stats"][0]
     assert list(mine) == list(recorded_one)
     assert list(mine["inference_stats"]) == list(recorded_one["inference_stats"])
     assert (mine["name"], mine["version"]) == (recorded_one["name"], recorded_one["version"])

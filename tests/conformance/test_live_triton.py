@@ -99,7 +99,8 @@ def ours(repository: Path) -> Iterator[int]:
 
 @pytest.mark.parametrize("case", requests(), ids=lambda case: case["case"])
 def test_both_servers_answer_alike(real: int, ours: int, case: dict[str, Any]) -> None:
-    expected, found = ask(real, case["request"]), ask(ours, case["request"])
+    expected = ask(real, case["request"])
+    found = ask(ours, case["request"])
     if case["case"] in DIFFERENT:
         assert found != expected, "this difference no longer exists: remove it from the list"
     else:

@@ -243,7 +243,8 @@ def test_with_a_rate_of_0_only_requests_of_a_callers_trace_are_traced() -> None:
             assert infer(port, headers=[("traceparent", value)]) == 200
         assert infer(port, headers=[PARENT, PARENT]) == 200  # ambiguous
         assert infer(port) == 200
-        unsampled, newer = PARENT[1][:-1] + "0", "01" + PARENT[1][2:] + "-more"
+        unsampled = PARENT[1][:-1] + "0"
+        newer = "01" + PARENT[1][2:] + "-more"
         assert (
             infer(
                 port,

@@ -173,7 +173,8 @@ def test_num_draft_tokens_uses_the_configured_draft_model(engine_folder, target,
             assert answer.status == status, answer.body
             return json.loads(answer.body)
 
-        plain, drafted = ask(), ask(num_draft_tokens=3)
+        plain = ask()
+        drafted = ask(num_draft_tokens=3)
         assert drafted["text_output"] == plain["text_output"]
         counted = ask(num_draft_tokens=3, return_perf_metrics=True)
         assert counted["total_accepted_draft_tokens"] > 0

@@ -68,7 +68,9 @@ class Numbers(ServedModel):
     decoupled = False
 
     def __init__(self, config: ModelConfig, answer: Answer, decoupled: bool = False) -> None:
-        self.config, self.answer, self.decoupled = config, answer, decoupled
+        self.config = config
+        self.answer = answer
+        self.decoupled = decoupled
         self.asked: list[dict[str, int]] = []
         self.requests: list[InferRequest] = []
 

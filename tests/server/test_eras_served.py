@@ -94,7 +94,8 @@ def test_a_batch_of_token_ids_gives_the_same_tokens_in_both_repositories(
         STOP_WORDS_DICT=nothing,
         REQUEST_OUTPUT_LEN=column(TOKENS, "uint32"),
     )
-    ids, lengths = before.as_numpy("INPUT_ID"), before.as_numpy("REQUEST_INPUT_LEN")
+    ids = before.as_numpy("INPUT_ID")
+    lengths = before.as_numpy("REQUEST_INPUT_LEN")
     assert [set(row[length:]) <= {END} for row, (length,) in zip(ids, lengths, strict=True)] == [
         True
     ] * 3
@@ -117,7 +118,8 @@ def test_a_batch_of_token_ids_gives_the_same_tokens_in_both_repositories(
         end_id=column(END, "int32"),
         return_log_probs=column(True, "bool"),
     )
-    rows, others = first.as_numpy("output_ids"), second.as_numpy("output_ids")
+    rows = first.as_numpy("output_ids")
+    others = second.as_numpy("output_ids")
     assert rows.shape == others.shape == (3, 1, max(lengths)[0] + TOKENS)
     for row, other, (length,) in zip(rows[:, 0], others[:, 0], lengths, strict=True):
         assert row[: length + TOKENS].tolist() == other[: length + TOKENS].tolist()
@@ -168,7 +170,8 @@ def test_a_batch_with_beams_gives_the_same_beams_in_both_repositories(
         request_output_len=column(TOKENS, "int32"),
         end_id=column(END, "int32"),
     )
-    rows, others = first.as_numpy("output_ids"), second.as_numpy("output_ids")
+    rows = first.as_numpy("output_ids")
+    others = second.as_numpy("output_ids")
     assert rows.shape == (3, 2, 4 + TOKENS)
     assert numpy.where(others < 0, END, others).tolist() == rows.tolist()
     assert [row.tolist() != other.tolist() for row, other in rows] == [True] * 3

@@ -186,10 +186,8 @@ async def test_a_request_above_the_limit_is_refused(engine_folder, tmp_path, tra
 
 @ON_BOTH
 async def test_errors_end_a_stream_for_clients_that_ask_for_it(stack):
-    wrong, right = (
-        request("nope", token_inputs([3], 2)),
-        request("tensorrt_llm", token_inputs([3], 2)),
-    )
+    wrong = request("nope", token_inputs([3], 2))
+    right = request("tensorrt_llm", token_inputs([3], 2))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await ask(stack.client, wrong, headers={"triton_grpc_error": "true"})
     assert raised.value.code() == grpc.StatusCode.NOT_FOUND

@@ -90,11 +90,9 @@ def damaged(chance, data):
 
 
 def run(config, cases, seed):
-    chance, memory, counts = (
-        random.Random(seed),
-        SharedMemory(),
-        {"taken": 0, "refused": 0, "unreadable": 0},
-    )
+    chance = random.Random(seed)
+    memory = SharedMemory()
+    counts = {"taken": 0, "refused": 0, "unreadable": 0}
     for number in range(cases):
         message = random_request(chance)
         if number % 3 == 0:

@@ -251,7 +251,8 @@ async def test_unary_infer_of_a_text_model_without_streaming(coupled):
 
 
 async def test_models_that_answer_once_keep_the_order_of_a_stream(coupled):
-    slow, quick = text_inputs("1", 10, False, 20), text_inputs("50", 1, False)
+    slow = text_inputs("1", 10, False, 20)
+    quick = text_inputs("50", 1, False)
     answers = await ask(coupled.client, request(MODEL, slow, "a"), request(MODEL, quick, "b"))
     assert [response.id for response, _, _ in answers] == ["a", "b"]
 

@@ -35,7 +35,8 @@ async def coupled(engine_folder, tmp_path):
 
 async def test_a_stop_request_ends_the_request_of_its_id_with_its_tokens_so_far(stack):
     stopping = [*token_inputs([3], 1), tensor("stop", [True], "BOOL")]
-    answers, begun = [], asyncio.Event()
+    answers = []
+    begun = asyncio.Event()
 
     async def sending():
         yield request("tensorrt_llm", token_inputs([3], 240), id="long")
@@ -71,7 +72,8 @@ async def test_a_stop_request_without_an_id_ends_requests_without_one_of_its_con
     async with concurrent.InferenceServerClient(stack.address, channel_args=own) as other:
 
         async def read(name, client, *sent):
-            begun, ids = asyncio.Event(), 0
+            begun = asyncio.Event()
+            ids = 0
 
             async def sending():
                 for message in sent:
@@ -155,7 +157,8 @@ def batch_of(prompts: list[int], lengths: list[int], stream: bool = True):
     }
     inputs = []
     for name, values in (*rows.items(), ("streaming", [stream] * len(prompts))):
-        kind, column = "BOOL" if name == "streaming" else "INT32", np.array(values)[:, None]
+        kind = "BOOL" if name == "streaming" else "INT32"
+        column = np.array(values)[:, None]
         inputs.append(blocking.InferInput(name, list(column.shape), kind))
         inputs[-1].set_data_from_numpy(column.astype(np.bool_ if kind == "BOOL" else np.int32))
     return inputs
@@ -163,7 +166,8 @@ def batch_of(prompts: list[int], lengths: list[int], stream: bool = True):
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_batch_on_a_decoupled_model_is_answered_part_by_part(indexed, stream):
-    prompts, lengths = [3, 5, 7], [4, 2, 7]
+    prompts = [3, 5, 7]
+    lengths = [4, 2, 7]
     parts = [
         token_inputs([token], count, stream) for token, count in zip(prompts, lengths, strict=True)
     ]

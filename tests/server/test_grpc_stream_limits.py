@@ -55,7 +55,8 @@ def asking(model, number=1):
 
 @asynccontextmanager
 async def gate_behind_grpc(folder):
-    gate, registry = Gate(folder), ModelRegistry()
+    gate = Gate(folder)
+    registry = ModelRegistry()
     registry.add("gate", 1, gate)
     server = create_grpc_server(registry, ServerState([]))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -58,7 +58,9 @@ class Waiting:
     """A handler that waits for `go` and records how it ended."""
 
     def __init__(self):
-        self.begun, self.go, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.begun = asyncio.Event()
+        self.go = asyncio.Event()
+        self.ended = asyncio.Event()
         self.cancelled = False
 
     async def wait(self):
@@ -198,7 +200,8 @@ async def until_unchanged(read: Callable[[], int]) -> None:
 
 
 async def test_a_slow_reader_blocks_the_writer(transport):
-    written, ended = 0, asyncio.Event()
+    written = 0
+    ended = asyncio.Event()
 
     async def flood(call):
         nonlocal written
@@ -276,7 +279,8 @@ async def test_calls_that_end_within_the_grace_period_are_completed(transport):
 
 @pytest.mark.parametrize("grace", [None, 0.1])
 async def test_calls_are_cancelled_after_the_grace_period(transport, grace):
-    waiting, streaming = Waiting(), Waiting()
+    waiting = Waiting()
+    streaming = Waiting()
     handlers = {"Wait": Unary(waiting.unary), "Stream": Streaming(streaming.stream)}
     async with serving(transport, **handlers) as (server, channel), asyncio.timeout(20):
         calls = (

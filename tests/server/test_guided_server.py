@@ -177,7 +177,9 @@ async def test_guides_and_bad_words_reach_an_engine_process(engine_folder):
     }
 
     async def collect(generation) -> tuple[list[int], Scores, Any, str]:
-        tokens, scores, timing = [], Scores(), None
+        tokens = []
+        scores = Scores()
+        timing = None
         async for delta in generation:
             tokens += delta.tokens
             scores.merge(delta.scores or Scores())
@@ -210,13 +212,15 @@ async def test_guides_and_bad_words_reach_an_engine_process(engine_folder):
     try:
         async with asyncio.timeout(90):
             await outside.start()
-            expected, found = await all_of_it(inside), await all_of_it(outside)
+            expected = await all_of_it(inside)
+            found = await all_of_it(outside)
     finally:
         inside.close()
         await outside.stop()
     assert [answer[0] for answer in found] == [answer[0] for answer in expected]
     assert [answer[3] for answer in found] == ["stop", "length", "length", "length"]
-    scores, timing = found[1][1], found[1][2]
+    scores = found[1][1]
+    timing = found[1][2]
     for name, count in (("context_logits", 3), ("generation_logits", 9)):
         ours, theirs = (
             np.frombuffer(getattr(s, name), np.float32) for s in (scores, expected[1][1])

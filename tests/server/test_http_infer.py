@@ -50,7 +50,8 @@ class Recorder(EchoEngine):
 
 class Server:
     def __init__(self, port: int, engine: Recorder) -> None:
-        self.port, self.engine = port, engine
+        self.port = port
+        self.engine = engine
 
     def infer(
         self, model: str, texts: list[str], tokens: list[int], more: dict[str, Any] | None = None
@@ -312,7 +313,8 @@ def test_joining_a_split_batch_restores_it() -> None:
 
 
 def test_joining_logits_pads_shorter_prompts() -> None:
-    lengths, width = (3, 5, 1), 40_000
+    lengths = (3, 5, 1)
+    width = 40_000
     parts = [
         Tensor(
             "context_logits", "FP32", (1, count, width), np.arange(count * width, dtype=np.float32)

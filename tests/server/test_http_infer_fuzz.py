@@ -20,13 +20,15 @@ from slipstream.server.kserve.shared_memory import SharedMemory
 
 def run(cases: int, seed: int) -> tuple[int, int]:
     chance = random.Random(seed)
-    registry, memory = recorded_registry()[0], SharedMemory()
+    registry = recorded_registry()[0]
+    memory = SharedMemory()
     recorded = [
         (recorded_bytes(case["request"]), case["request"]["path"].split("/")[3])
         for name, case in http_cases().items()
         if name.startswith("infer-") and "unknown-model" not in name
     ]
-    read, refused = 0, 0
+    read = 0
+    refused = 0
     for _ in range(cases):
         original, model = chance.choice(recorded)
         body = damaged(original, chance)

@@ -24,7 +24,9 @@ http = pytest.importorskip(
     "tritonclient.http", reason="tritonclient's HTTP client is not installed"
 )
 
-VOCABULARY, HIDDEN, FFN = 96, 32, 48
+VOCABULARY = 96
+HIDDEN = 32
+FFN = 48
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -180,9 +180,8 @@ def test_killing_the_server_ends_the_engine(serve):
     assert is_running(engine)
     server.process.kill()
     wait_for(lambda: not is_running(engine))
-    assert (
-        server.left_behind() == []
-    )  # the file of the socket is removed once both ends are connected
+    # the file of the socket is removed once both ends are connected
+    assert server.left_behind() == []
 
 
 def test_a_killed_engine_fails_its_streams_with_the_reason_and_is_restarted(serve):

@@ -23,7 +23,9 @@ from tritonclient.grpc import aio as grpc
 
 from slipstream.repository.templates import write_repository
 
-WARM, COUNTED = 10_000, 30_000  # requests before the first measurement and between the two
+# requests before the first measurement and between the two
+WARM = 10_000
+COUNTED = 30_000
 CLIENTS = 16
 CACHE_TOKENS = 8192
 # a share, or bytes if that is less; pools of small objects vary
@@ -129,7 +131,8 @@ def _tensor(name: str, value: bytes | int, kind: str) -> InferInput:
 
 
 async def traffic(server: RealServer, count: int, seed: int) -> Counter[str]:
-    clients, asked = Clients(server), Counter[str]()
+    clients = Clients(server)
+    asked = Counter[str]()
     draws = [random.Random(seed + number) for number in range(count)]
 
     async def one_after_another() -> None:

@@ -262,7 +262,8 @@ def test_counters_continue_after_an_engine_restart_and_gauges_do_not():
         parsed = text_string_to_metric_families(metrics.render())
         return {family.name: family for family in parsed if family.name.startswith("slipstream_")}
 
-    later, alone = families(Later()), families(Alone())
+    later = families(Later())
+    alone = families(Alone())
     assert {family.type for family in later.values()} == {"counter", "gauge", "histogram"}
     for name, family in later.items():
         for sample, own in zip(family.samples, alone[name].samples, strict=True):

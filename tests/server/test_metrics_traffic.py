@@ -40,7 +40,8 @@ class Driver:
 
     def nvmlDeviceGetMemoryInfo_v2(self, handle, found):
         assert found._obj.version == 0x2000028
-        found._obj.total, found._obj.used = 1000, 100 * handle.value
+        found._obj.total = 1000
+        found._obj.used = 100 * handle.value
         return 0
 
     def nvmlDeviceGetPowerUsage(self, handle, found):

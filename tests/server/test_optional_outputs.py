@@ -256,10 +256,8 @@ async def test_logits_over_grpc_have_upstreams_shapes(engine_folder, tmp_path, r
         ):
             ((result, error),) = await ask(stack.client, request(model, [*inputs, *flags]))
             assert error is None
-            context, generation = (
-                result.as_numpy("context_logits"),
-                result.as_numpy("generation_logits"),
-            )
+            context = result.as_numpy("context_logits")
+            generation = result.as_numpy("generation_logits")
             assert (context.shape, context.dtype) == ((1, len(IDS), VOCABULARY), np.float32)
             assert generation.shape == (1, 1, 6, VOCABULARY)
             assert close(context, logits[: len(IDS)])

@@ -62,7 +62,8 @@ class ScriptedEngine:
     ready: bool = True
 
     def submit(self, request):
-        self.prompt, self.sampling = request.prompt, request.sampling
+        self.prompt = request.prompt
+        self.sampling = request.sampling
         self.rest = (request.priority, request.deadline, request.cache_salt)
         self.in_flight = ScriptedRequest(list(self.deltas))
         return self.in_flight

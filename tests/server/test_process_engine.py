@@ -42,7 +42,8 @@ async def launch(tmp_path):
 
 
 async def collect(generation):
-    tokens, last = [], None
+    tokens = []
+    last = None
     async with asyncio.timeout(30):
         async for last in generation:
             tokens += last.tokens

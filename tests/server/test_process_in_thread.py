@@ -26,7 +26,8 @@ def engine(loop):
 
 
 async def collect(generation):
-    tokens, last = [], None
+    tokens = []
+    last = None
     async with asyncio.timeout(30):
         async for last in generation:
             tokens += last.tokens

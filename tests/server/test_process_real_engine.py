@@ -15,7 +15,11 @@ from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.weights.build import build_engine
 from slipstream.weights.load import start_engine
 
-VOCABULARY, HIDDEN, FFN, LAYERS, HEADS = 96, 32, 48, 2, 4
+VOCABULARY = 96
+HIDDEN = 32
+FFN = 48
+LAYERS = 2
+HEADS = 4
 SETTINGS = EngineSettings(dtype="float32", device="cpu", cache_tokens=1024, max_rows=8, threads=1)
 
 
@@ -85,7 +89,8 @@ async def generate_all(engine):
     generations = [submit(engine, prompt, sampling) for prompt in prompts for sampling in params]
 
     async def collect(generation):
-        tokens, log_probs = [], []
+        tokens = []
+        log_probs = []
         async for delta in generation:
             tokens += delta.tokens
             log_probs += delta.log_probs or []

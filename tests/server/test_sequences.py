@@ -229,7 +229,8 @@ async def test_output_ids_of_beams_have_upstreams_shapes(engine_folder, tmp_path
             stack.client, request("tensorrt_llm", [*token_inputs(IDS, 6, False), *more])
         )
         assert error is None
-        ids, lengths = result.as_numpy("output_ids"), result.as_numpy("sequence_length")
+        ids = result.as_numpy("output_ids")
+        lengths = result.as_numpy("sequence_length")
         assert (ids.shape[:2], lengths.shape) == ((1, 3), (1, 3))
         prompt = [] if lengths[0, 0] == len(expected[0].tokens) else IDS
         for beam, row, length in zip(expected, ids[0], lengths[0], strict=True):

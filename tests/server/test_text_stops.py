@@ -35,7 +35,8 @@ def test_filtered_text_equals_a_search_in_the_whole_text(pieces, stops, shown):
 @given(text=st.text(alphabet="abc", max_size=30), stops=words)
 def test_only_possible_beginnings_of_a_stop_word_are_held_back(text, stops):
     """After each character, the output is all text that cannot become part of a stop word."""
-    stop_filter, output = StopWordFilter(stops), ""
+    stop_filter = StopWordFilter(stops)
+    output = ""
     for position, char in enumerate(text, start=1):
         output += stop_filter.push(char)
         read = text[:position]
@@ -82,7 +83,8 @@ def test_each_character_is_matched_in_one_step():
 
 def test_filters_with_shared_stop_words_have_separate_positions() -> None:
     words = StopWords(["END", "", "STOP"])
-    first, second = StopWordFilter(words), StopWordFilter(words)
+    first = StopWordFilter(words)
+    second = StopWordFilter(words)
     assert [first.push("aEN"), second.push("bST"), first.push("Xc"), second.push("OPx")] == [
         "a",
         "b",

@@ -117,7 +117,8 @@ def test_pieces_never_contain_the_beginning_of_a_stop_word(kind, data):
     stop = whole[start : start + 3]
     if not stop:
         return
-    stream, output = TextStream(load(kind), [stop]), ""
+    stream = TextStream(load(kind), [stop])
+    output = ""
     for token in ids:
         output += stream.push([token])
         # after each token, not only at the end

@@ -81,7 +81,8 @@ def test_decoding_reverses_encoding(kind, text):
 def test_word_mark_prefix_is_added_only_at_the_beginning():
     tokenizer = ours("sentencepiece_bpe")
     (end,) = tokenizer.encode("</s>", add_special_tokens=False)
-    alone, after = tokenizer.encode("the", False), tokenizer.encode("</s>the", False)
+    alone = tokenizer.encode("the", False)
+    after = tokenizer.encode("</s>the", False)
     assert after[0] == end
     assert tokenizer.decode([end, *after[1:]], skip_special_tokens=False) == "</s>the"
     assert alone != after[1:]  # "▁the" at the beginning, "the" after a token
@@ -268,6 +269,7 @@ def test_missing_folder_is_refused(tmp_path):
 
 def test_lists_and_tuples_of_ids_decode_alike():
     tokenizer = LibraryTokenizer(models.BPE({"a": 0, "b": 1}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     loaded = Tokenizer.load(samples.write_folder("two", tokenizer, config={}))
     assert loaded.decode((0, 1)) == loaded.decode([0, 1]) == "ab"

@@ -53,7 +53,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
         f"--trace-config=triton,file={folder / 'trace.json'}",
         "--trace-config=triton,log-frequency=1",
     ]
-    log, repository = folder / "log.txt", make_repository(folder)
+    log = folder / "log.txt"
+    repository = make_repository(folder)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SLIPSTREAM_API_KEY": KEY}
     command = [
         sys.executable,
@@ -289,7 +290,8 @@ def test_models_are_unloaded_and_loaded(triton: Any) -> None:
 
 def test_requests_of_a_grpc_stream_are_answered_in_order(places: Places) -> None:
     """The blocking client sends several requests at once."""
-    triton, arrived = Grpc(places), queue.Queue[Any]()
+    triton = Grpc(places)
+    arrived = queue.Queue[Any]()
     wanted = expected(triton)
     triton.client.start_stream(lambda result, error: arrived.put((result, error)))
     try:

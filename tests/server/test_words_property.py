@@ -43,7 +43,8 @@ def cut_at(text: str, stops: list[str]) -> str:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), chunk=st.sampled_from([1, 2, 5, 1000]))
 def test_random_tokens_are_cut_at_random_stop_words(kind, seed, chunk):
-    chance, tokenizer = random.Random(seed), load(kind)
+    chance = random.Random(seed)
+    tokenizer = load(kind)
     ordinary = [
         token for token in range(tokenizer.vocab_size) if token not in tokenizer.special_ids
     ]
@@ -78,7 +79,8 @@ def spelling(kind: str) -> Spelling:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_bad_words_never_appear_in_random_samples(kind, seed):
-    chance, tokenizer = random.Random(seed), load(kind)
+    chance = random.Random(seed)
+    tokenizer = load(kind)
     words = chance.sample(
         ["th", "e", "日本", "é", "ab", "aba", " ", "<", "dog", "the d", "o w", "👩‍👧"], 4
     )
@@ -101,7 +103,8 @@ def test_bad_words_never_appear_in_random_samples(kind, seed):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_tokens_that_complete_a_bad_word_are_forbidden(kind):
-    tokenizer, table = load(kind), spelling(kind)
+    tokenizer = load(kind)
+    table = spelling(kind)
     word = "the"
     bad = BadTexts(table, [word.encode()])
     for before in ("", "x", "t", "th", "tht", "a th"):

@@ -26,7 +26,8 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 def gpu_plan(tables, positions, counts, block, kv_heads, dtype, size, packed=False):
     """Plan a step on the GPU: decode rows first, as in the runner."""
     order = np.concatenate((np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)))
-    positions, counts = positions[order], counts[order]
+    positions = positions[order]
+    counts = counts[order]
     decodes = int((counts == 1).sum())
     rows = order.astype(np.int32)
     offsets = np.concatenate(([0], np.cumsum(counts)))[:-1]
@@ -74,7 +75,8 @@ def tables_of(positions, counts, block):
     tables = np.zeros((len(counts), blocks.max()), dtype=np.int32)
     free = np.random.default_rng(0).permutation(blocks.sum()) + 1
     for row, count in enumerate(blocks):
-        tables[row, :count], free = free[:count], free[count:]
+        tables[row, :count] = free[:count]
+        free = free[count:]
     return tables
 
 

@@ -15,9 +15,8 @@ from http_support import Answer, Connection, request_bytes
 
 REQUESTS = Path(__file__).parents[1] / "conformance" / "live_requests.jsonl"
 _NUMBERS = re.compile(rb'"(ns|count|last_inference|inference_count|execution_count)":\d+')
-_PLACE = re.compile(
-    rb"(?<=At:\\n  )[^()]*/(?=\w+/\d+/model\.py)"
-)  # folder of the machine in a path
+# folder of the machine in a path
+_PLACE = re.compile(rb"(?<=At:\\n  )[^()]*/(?=\w+/\d+/model\.py)")
 
 
 def requests() -> list[dict[str, Any]]:
@@ -52,7 +51,8 @@ def request_of(request: dict[str, Any]) -> bytes:
         body = _content(request)
     if body is None and request["method"] == "POST":
         body = b""
-    version, host = request.get("ver", "HTTP/1.1"), request.get("auto", True)
+    version = request.get("ver", "HTTP/1.1")
+    host = request.get("auto", True)
     return request_bytes(
         request["method"], request["path"], request["headers"], body, version, host
     )
@@ -66,7 +66,8 @@ def ask(port: int, request: dict[str, Any]) -> Shown:
 
 
 def _shown(answer: Answer) -> Shown:
-    encoding, body = answer.header("content-encoding"), answer.body
+    encoding = answer.header("content-encoding")
+    body = answer.body
     if encoding == "gzip":
         body = gzip.decompress(body)
     elif encoding == "deflate":

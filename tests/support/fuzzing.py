@@ -155,7 +155,8 @@ def tensor_body(chance: random.Random) -> tuple[bytes, int]:
 
 
 def http_request(chance: random.Random) -> bytes:
-    model, route = chance.choice([*MODELS, "nope"]), chance.choice(ROUTES)
+    model = chance.choice([*MODELS, "nope"])
+    route = chance.choice(ROUTES)
     path = f"/v2/models/{model}/{route}".rstrip("/")
     usual = "GET" if route in ("config", "ready", "stats", "") else "POST"
     method = usual if chance.random() < 0.95 else chance.choice(["GET", "POST", "PUT", "DELETE"])
@@ -298,7 +299,8 @@ class Attacker:
             self._connection = Connection(self._http_port)
 
     def over_grpc(self) -> None:
-        method, message = self._chance.choice(METHODS), grpc_message(self._chance)
+        method = self._chance.choice(METHODS)
+        message = grpc_message(self._chance)
         path = f"/{messages.SERVICE}/{method}"
         failure: grpc.RpcError | None = None
         try:

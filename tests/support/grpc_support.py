@@ -45,7 +45,8 @@ COMPRESSION = {"Gzip": grpc.Compression.Gzip, "Deflate": grpc.Compression.Deflat
 
 class AddSubtract(RecordedModel):
     async def answers(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        first, second = request.inputs["INPUT0"], request.inputs["INPUT1"]
+        first = request.inputs["INPUT0"]
+        second = request.inputs["INPUT1"]
         yield InferResponse(
             [
                 Tensor("OUTPUT0", "INT32", first.shape, first.array() + second.array()),
@@ -95,7 +96,8 @@ def loaded_server(mode: Any, names: list[str]) -> Iterator[RunningGrpc]:
 
 def recorded_registry() -> tuple[ModelRegistry, ServerMetrics]:
     """Return every model of the recordings, and the metrics that count their requests."""
-    registry, metrics = ModelRegistry(), ServerMetrics()
+    registry = ModelRegistry()
+    metrics = ServerMetrics()
     registry.wrap(metrics.count)
     makers = {**MAKERS, "ens": lambda model, version: EnsembleModel(model.config, registry.find)}
     for folder in sorted(REPOSITORIES.iterdir()):

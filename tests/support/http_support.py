@@ -105,7 +105,8 @@ class Connection:
     def _exactly(self, count: int) -> bytes:
         while len(self._buffer) < count:
             assert self._more(), "the connection ended inside a body"
-        found, self._buffer = self._buffer[:count], self._buffer[count:]
+        found = self._buffer[:count]
+        self._buffer = self._buffer[count:]
         return found
 
     def head(self) -> Answer | None:

@@ -31,7 +31,8 @@ from slipstream.kernels.gpu import (
 )
 from slipstream.kernels.gpu.decode_chunks import DecodePlan, ResidentCtas, cut_chunks
 
-ARCHITECTURE, SHARED_BYTES = int(sys.argv[1]), int(sys.argv[2])
+ARCHITECTURE = int(sys.argv[1])
+SHARED_BYTES = int(sys.argv[2])
 CPU = torch.device("cpu")
 TYPES = {
     torch.bfloat16: "bf16",
@@ -94,8 +95,10 @@ def decode(
 ) -> None:
     places = ResidentCtas(5 * 128, one_warp=cached == packed_cache.DTYPE)
     plan = cut_chunks(np.zeros(rows, dtype=np.int64), np.full(rows, 100), kv_heads, places)
-    q, cache = torch.empty(rows, heads, size, dtype=dtype), new_cache(kv_heads, size, cached)
-    tables, chunks = torch.zeros(rows, 4, dtype=torch.int32), DecodePlan(torch.from_numpy(plan))
+    q = torch.empty(rows, heads, size, dtype=dtype)
+    cache = new_cache(kv_heads, size, cached)
+    tables = torch.zeros(rows, 4, dtype=torch.int32)
+    chunks = DecodePlan(torch.from_numpy(plan))
     decode_attention.attend_decode(q, *cache, tables, chunks, 32, places, AttentionRule(0.1), q)
 
 
@@ -105,28 +108,23 @@ def prefill(
     large_tiles = prefill_tiles.use_large_tiles(longest, dtype, size, CPU)
     tiles = prefill_tiles.cut_tiles(*(np.array([n]) for n in (0, 0, 64, 0)), large_tiles)
     plan = prefill_tiles.PrefillPlan(*map(torch.from_numpy, tiles), large_tiles=large_tiles)  # type: ignore[misc, arg-type]
-    step, cache = (
-        torch.empty(64, heads + 2 * kv_heads, size, dtype=dtype),
-        new_cache(kv_heads, size, cached),
-    )
-    tables, out = torch.zeros(1, 4, dtype=torch.int32), torch.empty(64, heads, size, dtype=dtype)
+    step = torch.empty(64, heads + 2 * kv_heads, size, dtype=dtype)
+    cache = new_cache(kv_heads, size, cached)
+    tables = torch.zeros(1, 4, dtype=torch.int32)
+    out = torch.empty(64, heads, size, dtype=dtype)
     prefill_attention.attend_prefill(step, *cache, tables, plan, 32, AttentionRule(0.1), out)
 
 
 def write(heads: int, kv_heads: int, size: int, cached: torch.dtype) -> None:
-    step, ids = (
-        torch.empty(4, heads + 2 * kv_heads, size, dtype=torch.bfloat16),
-        torch.zeros(4, dtype=torch.int64),
-    )
+    step = torch.empty(4, heads + 2 * kv_heads, size, dtype=torch.bfloat16)
+    ids = torch.zeros(4, dtype=torch.int64)
     rope = (torch.empty(4, size), torch.empty(4, size))
     rotary.rotate_write(step, ids, ids, rope, None, None, 1e-6, *new_cache(kv_heads, size, cached))
 
 
 def unpack_kv(kv_heads: int, size: int) -> None:
-    blocks, plain = (
-        torch.zeros(4, dtype=torch.int32),
-        torch.empty(2, kv_heads, 128, size, dtype=torch.bfloat16),
-    )
+    blocks = torch.zeros(4, dtype=torch.int32)
+    plain = torch.empty(2, kv_heads, 128, size, dtype=torch.bfloat16)
     unpacked_kv.UnpackedKv(blocks, blocks[None], *plain, 32).unpack(
         *new_cache(kv_heads, size, packed_cache.DTYPE)
     )
@@ -136,7 +134,8 @@ def linear(tokens: int, dtype: torch.dtype, stored: torch.dtype, gated: bool = F
     """stored: int16 means 12-bit weights"""
     scales = torch.empty(4096) if stored != dtype or stored == torch.float8_e4m3fn else None
     by_token = torch.empty(tokens, 1) if dtype == torch.float8_e4m3fn else None
-    x, weight = torch.empty(tokens, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=stored)
+    x = torch.empty(tokens, 4096, dtype=dtype)
+    weight = torch.empty(4096, 4096, dtype=stored)
     if stored == torch.int16:
         weight = weight[:, :3072]
     if tokens == 1:

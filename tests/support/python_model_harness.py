@@ -49,7 +49,8 @@ async def open_models(
     others: Sequence[tuple[str, ServedModel]] = (),
     complete_config: bool = True,
 ) -> AsyncIterator[Opened]:
-    registry, models = ModelRegistry(), models_of(folder)
+    registry = ModelRegistry()
+    models = models_of(folder)
     factory = PythonModels(complete_config=complete_config)
     for name, model in others:
         registry.add(name, 1, model)

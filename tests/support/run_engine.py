@@ -46,7 +46,8 @@ def run_all(loop: EngineLoop, requests: list[GenerateRequest]) -> Answers:
         outputs = loop.step()
         if outputs is None:
             continue
-        tokens, log_probs = iter(outputs.tokens), iter(outputs.log_probs)
+        tokens = iter(outputs.tokens)
+        log_probs = iter(outputs.log_probs)
         for request_id, count, reason, cached in zip(
             outputs.request_ids,
             outputs.token_counts,

@@ -60,9 +60,8 @@ class Device:
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.sampling: dict[int, SamplingParams] = {}
-        self.cache: dict[
-            int, dict[int, int]
-        ] = {}  # block → offset → hash of the tokens it was computed from
+        # block → offset → hash of the tokens it was computed from
+        self.cache: dict[int, dict[int, int]] = {}
         self.host: dict[int, dict[int, int]] = {}  # host slot → content of a block
         self.copied = 0
         self.loaded = 0

@@ -185,7 +185,8 @@ def _cached_model(kind: str) -> bytes:
 @functools.cache
 def sentencepiece_bpe() -> Path:
     first = sentencepiece.SentencePieceProcessor(model_proto=_cached_model("bpe")).get_piece_size()
-    tool, end = {"content": "<tool>", "special": False}, {"content": "<|im_end|>", "special": True}
+    tool = {"content": "<tool>", "special": False}
+    end = {"content": "<|im_end|>", "special": True}
     return sentencepiece_folder("bpe", added_tokens_decoder={str(first): tool, str(first + 1): end})
 
 

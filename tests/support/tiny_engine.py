@@ -10,7 +10,10 @@ from safetensors.torch import save_file
 
 from slipstream.weights.build import build_engine
 
-VOCABULARY, HIDDEN, FFN, LAYERS = 96, 32, 48, 2
+VOCABULARY = 96
+HIDDEN = 32
+FFN = 48
+LAYERS = 2
 POSITIONS = 256
 
 

@@ -27,7 +27,8 @@ from slipstream.weights.engine_config import BuildLimits, GenerationDefaults, co
 from slipstream.weights.parameters import Quantisation
 
 VOCABULARY = 258  # 256 bytes, <s> and </s>
-BEGIN, END = 256, 257
+BEGIN = 256
+END = 257
 MAX_TOKENS = 4096
 
 
