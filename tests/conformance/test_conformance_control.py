@@ -12,8 +12,8 @@ from grpc_support import (
     RunningGrpc,
     answers,
     case_named,
+    check_failure,
     document,
-    fails,
     loaded_server,
     message,
     model_names,
@@ -104,8 +104,10 @@ def test_counts_follow_the_recorded_rules() -> None:
     with RunningGrpc(registry, ServerState([])) as server, Client(server.port) as client:
         send(client, case_named("grpc-infer-contents"))
         client.unary("ModelInfer", message("ModelInfer", batch), timeout=20)
-        fails(client, "grpc-infer-model-error")
-        fails(client, "grpc-infer-batch-too-big")  # refused before the model and not counted
+        check_failure(client, "grpc-infer-model-error")
+        check_failure(
+            client, "grpc-infer-batch-too-big"
+        )  # refused before the model and not counted
         answers(client, case_named("grpcstream-ensemble"))
         wait_until(lambda: metrics.model("ens").success.count == 1)
     found = {entry["name"]: entry for entry in model_statistics(registry)}
@@ -162,7 +164,7 @@ def test_models_are_loaded_and_unloaded_explicitly() -> None:
             "grpc-control-infer-notloaded",
             "grpc-control-load-unknown",
         ):
-            fails(client, name)
+            check_failure(client, name)
         assert send(client, case_named("grpc-control-load")) == {}
         assert send(client, case_named("grpc-control-infer-notloaded"))["model_name"] == "echo"
         assert index_of(client)["echo:1"] == {"name": "echo", "version": "1", "state": "READY"}

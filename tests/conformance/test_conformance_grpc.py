@@ -37,11 +37,11 @@ from slipstream.server.services import create_context
 
 # Deliberate differences and their reasons. The tests below still send most of these calls.
 DIFFERENT = {
-    "grpc-infer-model-raise": "the recorded text is a Python traceback; the stand-in models are no Python models",
+    "grpc-infer-model-raise": "the recorded text is a Python traceback; the models here are not Python models",
     "grpcstream-oops-raise": "as above",
     "grpcstream-oops-raise-emptyfinal": "as above",
-    "grpc-reflection": "Triton has no reflection; here grpcurl and its like may ask",
-    "trtllm-bls-grpc-maxtokens0": "the recorded text is a Python traceback; here it is one line that says the same",
+    "grpc-reflection": "Triton has no reflection; here it is served for tools like grpcurl",
+    "trtllm-bls-grpc-maxtokens0": "the recorded text is a Python traceback; here it is one line with the same cause",
 }
 OWN_TESTS = (
     "grpc-control",

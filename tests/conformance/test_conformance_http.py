@@ -35,19 +35,19 @@ def recorded(name: str) -> list[dict[str, Any]]:
 
 # Deliberate differences and their reasons. A test still sends these requests and checks the answer.
 DIFFERENT = {
-    "generate-oops-raise": "the recorded text is a Python traceback; no Python of a repository runs here",
-    "cancel-http-generate": "Triton does not notice that the client left; here the request is cancelled at once",
+    "generate-oops-raise": "the recorded text is a Python traceback; the models here are not Python models",
+    "cancel-http-generate": "Triton does not notice the disconnect; here the request is cancelled at once",
     "health-live-head": "Triton sends a body after HEAD, which breaks the next answer; here HEAD has none",
     "route-method-generate-head": "Triton sends a body after HEAD, which breaks the next answer; here HEAD has none",
-    "route-bogus-method": "the HTTP parser knows no method FOO and closes, instead of 405",
-    "route-404-openai": "OpenAI's routes are here, and this one is for POST",
-    "route-http10": "the answer carries its Content-Length: 0, which Triton leaves out for HTTP/1.0",
+    "route-bogus-method": "the HTTP parser refuses the method FOO and closes the connection, instead of 405",
+    "route-404-openai": "OpenAI's routes are served here, and this one accepts only POST",
+    "route-http10": "the answer has Content-Length: 0, which Triton omits for HTTP/1.0",
     "route-http10-keepalive": "HTTP/1.0 connections are closed after the answer, even with keep-alive",
     "route-http10-generate": "the connection is closed by a header too (Connection: close)",
     "route-conn-close": "the connection is closed by a header too (Connection: close)",
     "route-conn-close-generate": "the connection is closed by a header too (Connection: close)",
 }
-# "405 Not Allowed" is Triton's status line; ours has the registered phrase. No client reads it.
+# Triton sends "405 Not Allowed"; this server sends the registered phrase.
 PHRASES = {405: "Method Not Allowed"}
 EXTRA_HEADERS = {"connection"}
 

@@ -24,8 +24,8 @@ CASES = http_cases()
 
 # Deliberate differences and their reasons. A test still sends these requests and checks the answer.
 DIFFERENT = {
-    "infer-err-model-raise": "the recorded text is a Python traceback; no Python of a repository runs here",
-    "compress-infer-req-bad": "what cannot be decompressed is refused; Triton takes it for a raw tensor",
+    "infer-err-model-raise": "the recorded text is a Python traceback; the models here are not Python models",
+    "compress-infer-req-bad": "a body that cannot be decompressed is refused; Triton reads it as a raw tensor",
 }
 # Requests that change settings, in the order of the recording.
 LOGGING = [

@@ -38,10 +38,10 @@ pytestmark = [
 
 # Deliberate differences and their reasons. The requests are still sent.
 DIFFERENT: dict[str, str] = {
-    "route-bogus-method": "the HTTP parser knows no method FOO and closes, instead of 405",
-    "route-404-openai": "OpenAI's routes are here, and this one is for POST",
-    "route-http10": "the answer carries its Content-Length: 0, which Triton leaves out for HTTP/1.0",
-    "compress-infer-req-bad": "a body that is not the gzip it claims to be is refused, and not read as a tensor",
+    "route-bogus-method": "the HTTP parser refuses the method FOO and closes the connection, instead of 405",
+    "route-404-openai": "OpenAI's routes are served here, and this one accepts only POST",
+    "route-http10": "the answer has Content-Length: 0, which Triton omits for HTTP/1.0",
+    "compress-infer-req-bad": "a body that is not valid gzip is refused, and not read as a tensor",
     **dict.fromkeys(
         (
             "shm-register",

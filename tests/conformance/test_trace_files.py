@@ -67,7 +67,7 @@ def activities(file: Path) -> list[dict[str, Any]]:
     raise AssertionError(f"{file.name} was never written whole")
 
 
-def stamps(found: list[dict[str, Any]], trace_id: int) -> dict[str, int]:
+def timestamps(found: list[dict[str, Any]], trace_id: int) -> dict[str, int]:
     return {
         stamp["name"]: stamp["ns"]
         for one in found
@@ -91,7 +91,7 @@ def test_an_http_request_is_traced_with_the_events_of_the_real_server(tmp_path: 
         ("TENSOR_QUEUE_INPUT", {"name": "text_input", **described}),
         ("TENSOR_BACKEND_OUTPUT", {"name": "text_output", **described}),
     ]
-    times = stamps(found, 1)
+    times = timestamps(found, 1)
     assert set(times) == HTTP | REQUEST | COMPUTE
     order = [
         "HTTP_RECV_START",
@@ -133,7 +133,7 @@ def test_rate_selects_requests_and_log_frequency_splits_files(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json.0", "trace.json.1"]
 
 
-def at_once(path: Path) -> str:
+def read_in_one_call(path: Path) -> str:
     """Return the content of a file in one read: `read_text` reads twice and could mix two states."""
     with path.open("rb", buffering=0) as file:
         return (file.read(1 << 20) or b"").decode()
@@ -145,7 +145,7 @@ def test_without_a_frequency_one_file_holds_all_traces_and_is_always_valid(tmp_p
         for count in (1, 2, 3):
             infer(port, f"n{count}")
             deadline = time.monotonic() + 10
-            while (text := at_once(tmp_path / "trace.json")).count("request_id") != count:
+            while (text := read_in_one_call(tmp_path / "trace.json")).count("request_id") != count:
                 assert time.monotonic() < deadline
             assert ids(json.loads(text)) == [f"n{number}" for number in range(1, count + 1)]
 
@@ -189,11 +189,11 @@ def test_errors_and_streams_are_traced(tmp_path: Path) -> None:
         body = {"text_input": "a b", "max_tokens": 2, "stream": True}
         post(port, "/v2/models/llm/generate_stream", json.dumps(body).encode())
         streamed = activities(tmp_path / "trace.json.1")
-    assert set(stamps(failed, 1)) == HTTP | REQUEST | COMPUTE
-    said = [
+    assert set(timestamps(failed, 1)) == HTTP | REQUEST | COMPUTE
+    texts = [
         one["tensor"]["data"] for one in streamed if one.get("activity") == "TENSOR_BACKEND_OUTPUT"
     ]
-    assert [text for text in said if text.startswith('"')] == ['"a"', '" b"']
+    assert [text for text in texts if text.startswith('"')] == ['"a"', '" b"']
     answers = [
         one
         for one in streamed
@@ -210,9 +210,9 @@ def test_steps_of_an_ensemble_are_child_traces(tmp_path: Path) -> None:
         one["model_name"]: (one["id"], one.get("parent_id")) for one in found if "model_name" in one
     }
     assert models == {"ens": (1, None), "echo": (2, 1), "oops": (3, 1)}
-    assert set(stamps(found, 1)) >= HTTP | REQUEST
-    assert not set(stamps(found, 1)) & COMPUTE
-    assert set(stamps(found, 2)) == REQUEST | COMPUTE
+    assert set(timestamps(found, 1)) >= HTTP | REQUEST
+    assert not set(timestamps(found, 1)) & COMPUTE
+    assert set(timestamps(found, 2)) == REQUEST | COMPUTE
 
 
 def test_grpc_calls_and_streams_are_traced(tmp_path: Path) -> None:
@@ -228,11 +228,11 @@ def test_grpc_calls_and_streams_are_traced(tmp_path: Path) -> None:
         Client(server.port) as client,
     ):
         client.unary("ModelInfer", message("ModelInfer", document))
-        assert set(stamps(activities(tmp_path / "trace.json.0"), 1)) == GRPC | REQUEST | COMPUTE
+        assert set(timestamps(activities(tmp_path / "trace.json.0"), 1)) == GRPC | REQUEST | COMPUTE
         assert len(list(client.stream(iter([message("ModelInfer", document)])))) == 1
         found = activities(tmp_path / "trace.json.1")
     assert ids(found) == ["g"]
-    assert set(stamps(found, 2)) == GRPC | REQUEST | COMPUTE
+    assert set(timestamps(found, 2)) == GRPC | REQUEST | COMPUTE
 
 
 def test_requests_succeed_when_the_trace_file_cannot_be_written(

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from python_model_harness import MIMIC, ask, models_of, open_models, said, text_tensor, write_model
+from python_model_harness import (
+    MIMIC,
+    ask,
+    models_of,
+    open_models,
+    response_texts,
+    text_tensor,
+    write_model,
+)
 
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, ModelVersion
@@ -193,7 +201,7 @@ async def test_execute_may_be_a_coroutine(tmp_path: Path) -> None:
         async with open_models(
             tmp_path, "caller", others=[("slow_nd", others["slow_nd"])]
         ) as models:
-            assert said(await ask(models["caller"], "20")) == ["20+20"]
+            assert response_texts(await ask(models["caller"], "20")) == ["20+20"]
 
 
 THREADED = (
@@ -221,7 +229,7 @@ async def test_response_senders_work_after_execute_has_returned(
         answers = await asyncio.gather(
             *(ask(models["threaded"], f"a{n} b{n} c{n}") for n in range(5))
         )
-        assert [said(answer) for answer in answers] == [
+        assert [response_texts(answer) for answer in answers] == [
             [f"a{n}", f"b{n}", f"c{n}"] for n in range(5)
         ]
     assert "Response sender has been closed" in capsys.readouterr().err
@@ -242,7 +250,7 @@ async def test_wrong_return_values_are_reported(
     code = f"class TritonPythonModel:\n    def execute(self, requests): return {returned}"
     async with open_models(write_model(tmp_path, "wrong", code), "wrong") as models:
         prefix = "! Failed to process the request(s) for model 'wrong_0', message: "
-        assert said(await ask(models["wrong"], "x")) == [prefix + expected]
+        assert response_texts(await ask(models["wrong"], "x")) == [prefix + expected]
 
 
 async def test_metrics_are_shared_by_the_instances(tmp_path: Path) -> None:
@@ -365,11 +373,11 @@ class TritonPythonModel:
         assert model.config.max_batch_size == 8
         assert model.config.dynamic_batching is not None
         request = InferRequest("bare", "1", {"text_input": text_tensor("x", shape=(1, 1))})
-        assert said(await ask(model, request)) == ["8"]
+        assert response_texts(await ask(model, request)) == ["8"]
         assert models.registry.configuration("bare")["output"][0]["dims"] == [1]
     async with open_models(tmp_path, "bare", complete_config=False) as models:
         assert models["bare"].config.inputs == ()
-        assert said(await ask(models["bare"], InferRequest("bare", "1", {}))) == ["0"]
+        assert response_texts(await ask(models["bare"], InferRequest("bare", "1", {}))) == ["0"]
 
 
 NAMES = """
@@ -399,8 +407,8 @@ async def test_instances_are_named_as_the_real_server_names_them(tmp_path: Path)
         tmp_path, "two", NAMES, "instance_group [ { count: 2 }, { count: 1 kind: KIND_CPU } ]"
     )
     async with open_models(folder, "args", "two") as models:
-        assert said(await ask(models["args"], "x")) == ["args_0"]
-        seen = {said(await ask(models["two"], "x"))[0] for _ in range(30)}
+        assert response_texts(await ask(models["args"], "x")) == ["args_0"]
+        seen = {response_texts(await ask(models["two"], "x"))[0] for _ in range(30)}
         groups = {
             name: [
                 (group["name"], group["kind"], group["count"])
@@ -423,7 +431,7 @@ async def test_the_servers_keys_are_not_in_a_models_environment(
     monkeypatch.setenv("SLIPSTREAM_ADMIN_KEY", "open")
     monkeypatch.setenv("MODEL_SETTING", "kept")
     async with open_models(write_model(tmp_path, "nosy", ENVIRONMENT), "nosy") as models:
-        (found,) = said(await ask(models["nosy"], "x"))
+        (found,) = response_texts(await ask(models["nosy"], "x"))
     variables = json.loads(found)
     assert variables["MODEL_SETTING"] == "kept"
     assert not {"sesame", "open"} & set(variables.values())

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 import tritonclient.grpc as triton
-from python_model_harness import Opened, ask, open_models, said, text_request, write_model
+from python_model_harness import Opened, ask, open_models, response_texts, text_request, write_model
 
 from slipstream.server.grpc.options import GrpcOptions, add_port
 from slipstream.server.grpc.service import create_grpc_server
@@ -82,7 +82,7 @@ def unread(pending: Pending) -> int:
 
 
 async def progress(opened: Opened) -> str:
-    (text,) = said(await ask(opened["flood"], "how many?"))
+    (text,) = response_texts(await ask(opened["flood"], "how many?"))
     return text
 
 
@@ -138,8 +138,8 @@ async def test_unread_responses_are_bounded_and_none_is_lost(tmp_path: Path) -> 
         first = await anext(answers)
         assert (await standstill(opened)).endswith("0 ended")
         assert WINDOW_BYTES // 2 < unread(held(opened)) <= WINDOW_BYTES + LENGTH
-        rest = said([answer async for answer in answers])
-        assert [text.strip() for text in (*said([first]), *rest)] == [
+        rest = response_texts([answer async for answer in answers])
+        assert [text.strip() for text in (*response_texts([first]), *rest)] == [
             str(number) for number in range(COUNT)
         ]
         assert await progress(opened) == f"{COUNT} sent, 1 ended"
@@ -271,8 +271,8 @@ async def test_flow_control_reaches_through_a_model_that_calls_another(
         assert ended == "0 ended"
         # unread: the responses of both models in the server, and those to the call in the process
         assert int(sent) * LENGTH <= 3 * (WINDOW_BYTES + LENGTH) + LENGTH
-        rest = said([answer async for answer in answers])
-        assert [text.strip() for text in (*said([first]), *rest)] == [
+        rest = response_texts([answer async for answer in answers])
+        assert [text.strip() for text in (*response_texts([first]), *rest)] == [
             str(number) for number in range(COUNT)
         ]
         assert all(not instance._calls._flows for instance in opened["passing"]._instances.values())
@@ -287,7 +287,7 @@ async def test_a_request_is_cancelled_when_nothing_is_read_for_long(tmp_path: Pa
         await anext(answers)
         # the request that waited for the model is served
         assert (await progress(opened)).endswith(" 1 ended")
-        texts = said([answer async for answer in answers])
+        texts = response_texts([answer async for answer in answers])
         assert len(texts) * LENGTH <= WINDOW_BYTES + LENGTH
         assert [text.strip() for text in texts[:-1]] == [
             str(number) for number in range(1, len(texts))

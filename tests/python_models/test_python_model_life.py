@@ -18,7 +18,7 @@ from python_model_harness import (
     ask,
     models_of,
     open_models,
-    said,
+    response_texts,
     text_request,
     text_tensor,
     write_model,
@@ -76,7 +76,7 @@ async def test_the_end_of_a_process_is_seen_while_its_children_hold_the_sockets(
         assert (
             failed.error.message == "the process of model instance 'forking_0' ended: exit code 9"
         )
-        assert said(await ask(model, "again")) == ["again 1"]
+        assert response_texts(await ask(model, "again")) == ["again 1"]
         assert model.process_ids != [process]
         await until(lambda: not in_group(process))  # the child process ended with it
 
@@ -108,7 +108,7 @@ async def test_a_killed_process_fails_its_requests_and_is_restarted(tmp_path: Pa
             == "the process of model instance 'sleeper_0' ended: killed by SIGKILL"
         )
         assert failed.error.code is Code.INTERNAL
-        assert said(await waiting) == [
+        assert response_texts(await waiting) == [
             "later 1"
         ]  # the request was not started, so it was executed again
         assert model.process_ids != [process]
@@ -121,7 +121,7 @@ async def test_a_model_that_keeps_dying_is_not_restarted(tmp_path: Path) -> None
     )
     await model.start()
     for _ in range(3):
-        assert said(await ask(model, "crash")) == [
+        assert response_texts(await ask(model, "crash")) == [
             "! the process of model instance 'sleeper_0' ended: exit code 9"
         ]
     assert not model.ready
@@ -155,7 +155,7 @@ async def test_waiting_requests_fail_when_the_model_cannot_restart(tmp_path: Pat
         assert waiting.error is not None
         assert waiting.error.code is Code.UNAVAILABLE
         assert "did not start: RuntimeError: only once" in waiting.error.message
-        assert said(await crashed) == [
+        assert response_texts(await crashed) == [
             "! the process of model instance 'sleeper_0' ended: exit code 9"
         ]
         assert not model.ready
@@ -169,7 +169,7 @@ async def test_a_cancelled_request_is_seen_by_the_model(
     async with open_models(MIMIC, "slow", "slow_nd") as models:
         assert len(models["slow"].process_ids) == 4  # the count of the instance group
         answers = models["slow"].infer(text_request("400", id="streamed"))
-        assert said([await anext(answers), await anext(answers)]) == ["tok0", "tok1"]
+        assert response_texts([await anext(answers), await anext(answers)]) == ["tok0", "tok1"]
         await answers.aclose()
         unary = asyncio.ensure_future(ask(models["slow_nd"], text_request("60000", id="unary")))
         await until(lambda: models["slow_nd"]._running)
@@ -177,7 +177,7 @@ async def test_a_cancelled_request_is_seen_by_the_model(
         await until(lambda: log.exists() and log.read_text().count("cancelled=True") == 2)
         assert "id='streamed' asked=400" in log.read_text()
         assert "nd id='unary' asked_ms=60000 cancelled=True" in log.read_text()
-        assert said(await ask(models["slow_nd"], "1")) == ["1"]
+        assert response_texts(await ask(models["slow_nd"], "1")) == ["1"]
 
 
 async def test_a_request_cancelled_while_it_waits_is_not_executed(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ async def test_a_request_cancelled_while_it_waits_is_not_executed(tmp_path: Path
         # one that the process has received and one that it has not
         for dropped in (tasks[2], tasks[7]):
             dropped.cancel()
-        kept = [said(await task) for task in tasks if task not in (tasks[2], tasks[7])]
+        kept = [response_texts(await task) for task in tasks if task not in (tasks[2], tasks[7])]
         assert kept == [[f"{text} 1"] for text in ("sleep0.3", "a", "c", "d", "e", "f", "h")]
     assert log.read_text().split() == ["sleep0.3", "a", "c", "d", "e", "f", "h"]
 
@@ -219,7 +219,7 @@ async def test_waiting_requests_are_executed_together(tmp_path: Path) -> None:
                 request("e"),
             ]
             answers = await asyncio.gather(first, *(ask(models[name], one) for one in rest))
-            return [said(answer)[0] for answer in answers]
+            return [response_texts(answer)[0] for answer in answers]
 
         # a and b fill three of four rows; c would be five; d has another shape; e comes after d.
         assert await together("sleeper") == ["sleep0.3 1", "a 2", "b 2", "c 1", "d 1", "e 1"]
@@ -243,8 +243,8 @@ async def test_a_full_queue_refuses_and_a_stale_request_expires(tmp_path: Path) 
         with pytest.raises(InferenceError, match="Exceeds maximum queue size") as refused:
             await ask(model, request)
         assert refused.value.code is Code.UNAVAILABLE
-        assert said(await running) == ["sleep0.3 1"]
-        assert said(await stale) == ["! Request timeout expired"]
+        assert response_texts(await running) == ["sleep0.3 1"]
+        assert response_texts(await stale) == ["! Request timeout expired"]
 
 
 async def test_finalize_runs_and_no_process_is_left(tmp_path: Path) -> None:

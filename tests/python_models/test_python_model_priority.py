@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from python_model_harness import models_of, open_models, said, text_request, write_model
+from python_model_harness import models_of, open_models, response_texts, text_request, write_model
 
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.python_models.request_queue import Pending, RequestQueue
@@ -132,7 +132,7 @@ async def test_urgent_requests_overtake_others(tmp_path: Path) -> None:
     async with open_models(write_model(tmp_path / "models", "m", code, LEVELS), "m") as models:
 
         async def ask(text: str, priority: int) -> list[str]:
-            return said(
+            return response_texts(
                 [
                     answer
                     async for answer in models["m"].infer(text_request(text, priority=priority))

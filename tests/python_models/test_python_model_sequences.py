@@ -10,7 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from python_model_harness import ask, models_of, open_models, said, text_tensor, write_model
+from python_model_harness import (
+    ask,
+    models_of,
+    open_models,
+    response_texts,
+    text_tensor,
+    write_model,
+)
 
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest
@@ -75,7 +82,7 @@ async def test_a_sequence_stays_on_its_instance_in_order(tmp_path: Path) -> None
         processes: dict[int, set[str]] = defaultdict(set)
 
         async def step(identity: int, text: str, start: bool = False, end: bool = False) -> str:
-            (answer,) = said(await ask(models["m"], request(identity, text, start, end)))
+            (answer,) = response_texts(await ask(models["m"], request(identity, text, start, end)))
             process, seen = answer.split(" ", 1)
             processes[identity].add(process)
             return seen
@@ -109,7 +116,9 @@ async def test_an_idle_sequence_makes_room_for_another(tmp_path: Path) -> None:
     )
     async with open_models(write_model(tmp_path, "m", STATEFUL, config), "m") as models:
         await ask(models["m"], request(1, "a", start=True))
-        (answer,) = said(await asyncio.wait_for(ask(models["m"], request(2, "b", start=True)), 20))
+        (answer,) = response_texts(
+            await asyncio.wait_for(ask(models["m"], request(2, "b", start=True)), 20)
+        )
         assert answer.split(" ")[1] == "b"
         with pytest.raises(
             InferenceError, match="sequence 1 to model 'm' must specify the START flag"
@@ -137,7 +146,9 @@ async def test_sequences_end_with_their_process(tmp_path: Path) -> None:
             InferenceError, match="sequence 2 to model 'm' must specify the START flag"
         ):
             await ask(model, request(2, "c"))
-        (answer,) = said(await asyncio.wait_for(ask(model, request(2, "d", start=True)), 20))
+        (answer,) = response_texts(
+            await asyncio.wait_for(ask(model, request(2, "d", start=True)), 20)
+        )
         assert answer.split(" ")[1] == "d"
 
 

@@ -12,7 +12,7 @@ from python_model_harness import (
     ask,
     models_of,
     open_models,
-    said,
+    response_texts,
     text_request,
     text_tensor,
     write_model,
@@ -43,7 +43,7 @@ OOPS = {
 async def test_errors_on_demand() -> None:
     async with open_models(MIMIC, "oops") as models:
         for command, expected in OOPS.items():
-            assert said(await ask(models["oops"], command)) == expected
+            assert response_texts(await ask(models["oops"], command)) == expected
         for code in Code:
             (response,) = await ask(models["oops"], f"code:{code.name}")
             assert response.error is not None
@@ -125,9 +125,9 @@ async def test_versions_are_served_side_by_side() -> None:
     async with open_models(MIMIC, "multiver") as models:
         assert [entry.version for entry in models.registry] == ["1", "3"]
         for version in ("1", "3"):
-            assert said(await ask(models.registry.find("multiver", version).model, "x")) == [
-                f"v{version}"
-            ]
+            assert response_texts(
+                await ask(models.registry.find("multiver", version).model, "x")
+            ) == [f"v{version}"]
 
 
 async def test_words_come_one_by_one_when_streamed() -> None:
@@ -137,9 +137,11 @@ async def test_words_come_one_by_one_when_streamed() -> None:
             "max_tokens": Tensor.from_values("max_tokens", "INT32", (1, 1), [3]),
         }
         streamed = inputs | {"stream": Tensor.from_values("stream", "BOOL", (1, 1), [True])}
-        assert said(await ask(models["llm"], InferRequest("llm", "1", inputs))) == ["one two three"]
+        assert response_texts(await ask(models["llm"], InferRequest("llm", "1", inputs))) == [
+            "one two three"
+        ]
         answers = await ask(models["llm"], InferRequest("llm", "1", streamed))
-        assert said(answers) == ["one", " two", " three"]
+        assert response_texts(answers) == ["one", " two", " three"]
         assert [tensor.shape for tensor in answers[0].outputs] == [
             (1,),
             (1, 1),
@@ -148,7 +150,7 @@ async def test_words_come_one_by_one_when_streamed() -> None:
             (1, 1, 1, 1),
         ]
         refused = await ask(models["llm_nd"], InferRequest("llm_nd", "1", streamed))
-        assert said(refused) == ["! Streaming is only supported in decoupled mode."]
+        assert response_texts(refused) == ["! Streaming is only supported in decoupled mode."]
 
 
 async def test_a_failed_start_reports_the_models_reason() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from python_model_harness import ask, open_models, said, text_tensor, write_model
+from python_model_harness import ask, open_models, response_texts, text_tensor, write_model
 
 from slipstream.engine.settings import EngineSettings
 from slipstream.repository.models import read_repository
@@ -146,12 +146,14 @@ async def test_a_python_chain_returns_the_engines_tokens(
 
     known = [(entry.name, entry.model) for entry in registry]
     streamed = inputs("7 3 4") | {"stream": Tensor.from_values("stream", "BOOL", (1, 1), [True])}
-    expected = said(
+    expected = response_texts(
         await ask(registry.find("ensemble").model, InferRequest("ensemble", "1", streamed))
     )
     write_model(tmp_path, "custom", CUSTOM, CONFIG)
     async with open_models(tmp_path, "custom", others=known) as models:
-        found = said(await ask(models["custom"], InferRequest("custom", "1", inputs("3 4"))))
+        found = response_texts(
+            await ask(models["custom"], InferRequest("custom", "1", inputs("3 4")))
+        )
     # tokens of several steps may come in one response, so only the words are compared
     assert all(piece.startswith("<") and piece.endswith(">") for piece in found)
     assert " ".join(piece[1:-1] for piece in found).split() == "".join(expected).split()

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from python_model_harness import ask, models_of, said, write_model
+from python_model_harness import ask, models_of, response_texts, write_model
 
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import ModelRegistry
@@ -60,7 +60,9 @@ async def test_instances_that_share_a_resource_take_turns(
         answers = await asyncio.gather(*(ask(model, f"text {number}") for number in range(12)))
     finally:
         await model.close()
-    assert [said(answer) for answer in answers] == [[f"text {number}"] for number in range(12)]
+    assert [response_texts(answer) for answer in answers] == [
+        [f"text {number}"] for number in range(12)
+    ]
     assert most_at_once(log) == expected
 
 
@@ -76,7 +78,7 @@ async def test_two_models_share_one_resource(tmp_path: Path) -> None:
         )
     finally:
         await asyncio.gather(*(model.close() for model in models))
-    assert [said(answer) for answer in answers] == [[str(number)] for number in range(10)]
+    assert [response_texts(answer) for answer in answers] == [[str(number)] for number in range(10)]
     assert most_at_once(log) == 1
 
 

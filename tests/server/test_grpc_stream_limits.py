@@ -47,7 +47,7 @@ class Gate(ServedModel):
         yield InferResponse(final=True)
 
 
-def asking(model, number=1):
+def gate_request(model, number=1):
     message = messages.ModelInferRequest(model_name=model, id=str(number))
     message.inputs.add(name="in", datatype="INT32", shape=[1]).contents.int_contents.append(number)
     return message.SerializeToString()
@@ -72,7 +72,7 @@ async def test_a_stream_has_at_most_1024_requests_under_way(tmp_path):
     async with gate_behind_grpc(tmp_path) as (gate, channel), asyncio.timeout(30):
         call = channel.stream_stream(STREAM)()
         for number in range(1100):
-            await call.write(asking("gate", number))
+            await call.write(gate_request("gate", number))
         await call.done_writing()
         await until(lambda: gate.begun >= 1024)
         for _ in range(20):  # once these are answered, all earlier messages have arrived
@@ -102,7 +102,7 @@ def lines(capfd):
     ]
 
 
-class Leaving:
+class DisconnectingCall:
     """A call whose client sends requests and disconnects before it is answered."""
 
     metadata = ()
@@ -130,7 +130,7 @@ class Leaving:
 
 @pytest.mark.parametrize("count", [1, 3])
 async def test_a_client_that_disconnects_while_an_error_is_sent_logs_nothing(capfd, count):
-    call = Leaving(*[asking("unknown")] * count)
+    call = DisconnectingCall(*[gate_request("unknown")] * count)
     inference = Inference(ModelRegistry(), ServerState([]), create_context())
     await inference.model_stream_infer(call)
     assert call.tried > 0
@@ -142,7 +142,7 @@ async def test_clients_that_disconnect_during_errors_log_nothing(tmp_path, capfd
         for number in range(30):
             call = channel.stream_stream(STREAM)()
             for _ in range(20):
-                await call.write(asking("unknown"))
+                await call.write(gate_request("unknown"))
             for _ in range(number % 3):
                 assert b"unknown model" in await call.read()
             call.cancel()

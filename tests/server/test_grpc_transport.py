@@ -221,8 +221,8 @@ async def test_a_slow_reader_blocks_the_writer(transport):
         await ended.wait()
 
 
-class Counting:
-    """Forwards connections to a port and counts the bytes that come back."""
+class CountingProxy:
+    """Forwards connections to a port and counts the bytes of the responses."""
 
     def __init__(self, port):
         self.port = port
@@ -248,7 +248,7 @@ async def test_responses_are_compressed_as_the_options_say(transport, compressio
 
     arguments = GrpcOptions(response_compression=compression).channel_arguments()
     server = create_server({"/test.Service/Large": Unary(large)}, arguments, transport)
-    counting = Counting(server.add_insecure_port("127.0.0.1:0"))
+    counting = CountingProxy(server.add_insecure_port("127.0.0.1:0"))
     await server.start()
     async with await asyncio.start_server(counting.connect, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]

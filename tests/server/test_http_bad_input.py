@@ -48,15 +48,15 @@ def refused(what: str, body: bytes, text: str) -> Bad:
 
 TABLE = [
     unparsed("empty body", b"", PARSING + "The document is empty. at 0"),
-    unparsed("no JSON", b"hello", PARSING + "Invalid value. at 0"),
+    unparsed("not JSON", b"hello", PARSING + "Invalid value. at 0"),
     unparsed(
-        "half a JSON",
+        "truncated JSON",
         b'{"text_input": "a"',
         PARSING + "Missing a comma or '}' after an object member. at 18",
     ),
     unparsed("an array", b"[]", "attempt to get members for non-object"),
     unparsed(
-        "half a surrogate pair",
+        "unpaired surrogate",
         rb'{"text_input":"\ud83d"}',
         PARSING + "The surrogate pair in string is invalid. at 15",
     ),
@@ -82,7 +82,7 @@ TABLE = [
         "['text_input' or 'messages','max_tokens']. Please provide all required input(s).",
     ),
     refused(
-        "missing field behind an optional one",
+        "missing field hidden by an optional one",
         b'{"text_input": "abc", "top_k": 1}',
         "max_tokens is required",
     ),
@@ -126,7 +126,7 @@ TABLE = [
         "Unable to parse 'data': attempt to access JSON non-unsigned-integer as unsigned-integer",
     ),
     unparsed(
-        "id that is no string",
+        "id that is not a string",
         fields(id=7),
         "Unable to parse 'id': attempt to access JSON non-string as string",
     ),

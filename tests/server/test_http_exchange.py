@@ -13,7 +13,7 @@ from slipstream.server.http.exchange import JSON, TEXT, Exchange, Handler, Heade
 GET = b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
-async def exchanged(handler: Handler, request: bytes = GET) -> MemoryClient:
+async def run_exchange(handler: Handler, request: bytes = GET) -> MemoryClient:
     client = MemoryClient(handler)
     client.send(request)
     await client.settle()
@@ -38,7 +38,7 @@ def send_chunks(*pieces: bytes) -> Handler:
 
 
 async def test_whole_response_has_a_content_length() -> None:
-    client = await exchanged(respond(b"hello", JSON, [(b"Retry-After", b"1")]))
+    client = await run_exchange(respond(b"hello", JSON, [(b"Retry-After", b"1")]))
     assert client.transport.data == (
         b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
         b"content-length: 5\r\n\r\nhello"
@@ -47,7 +47,7 @@ async def test_whole_response_has_a_content_length() -> None:
 
 
 async def test_chunks_are_framed_and_terminated() -> None:
-    client = await exchanged(send_chunks(b"x" * 26, b"", b"last"))
+    client = await run_exchange(send_chunks(b"x" * 26, b"", b"last"))
     head, _, body = client.transport.data.partition(b"\r\n\r\n")
     assert head == b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ntransfer-encoding: chunked"
     assert body == b"1a\r\n" + b"x" * 26 + b"\r\n4\r\nlast\r\n0\r\n\r\n"
@@ -59,7 +59,7 @@ async def test_chunks_are_framed_and_terminated() -> None:
     ids=["close", "HTTP/1.0"],
 )
 async def test_connection_that_ends_is_announced_once_and_closed(request_head: bytes) -> None:
-    client = await exchanged(respond(b"a"), request_head)
+    client = await run_exchange(respond(b"a"), request_head)
     assert client.transport.data.lower().count(b"connection: close\r\n") == 1
     assert client.transport.closed
 
@@ -69,7 +69,7 @@ async def test_handler_can_end_a_connection() -> None:
         exchange.keep_alive = False
         await exchange.respond(200, b"")
 
-    client = await exchanged(handler)
+    client = await run_exchange(handler)
     assert b"\r\nconnection: close\r\n" in client.transport.data
     assert client.transport.closed
 
@@ -83,7 +83,7 @@ async def test_handler_can_end_a_connection() -> None:
     ids=["whole", "chunks"],
 )
 async def test_response_to_head_has_no_body(handler: Handler, framing: bytes) -> None:
-    client = await exchanged(handler, b"HEAD /x HTTP/1.1\r\n\r\n")
+    client = await run_exchange(handler, b"HEAD /x HTTP/1.1\r\n\r\n")
     assert client.transport.data == (
         b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n" + framing + b"\r\n\r\n"
     )
@@ -91,7 +91,7 @@ async def test_response_to_head_has_no_body(handler: Handler, framing: bytes) ->
 
 @pytest.mark.parametrize("header", [(b"bad name", b"x"), (b"good", b"line\r\nbreak")])
 async def test_invalid_header_is_refused(header: tuple[bytes, bytes]) -> None:
-    client = await exchanged(respond(b"", TEXT, [header]))
+    client = await run_exchange(respond(b"", TEXT, [header]))
     assert client.transport.data.startswith(b"HTTP/1.1 500 ")
     assert header[0] not in client.transport.data
 
@@ -111,7 +111,7 @@ async def test_second_response_and_early_chunk_are_refused() -> None:
             except RuntimeError as error:
                 errors.append(str(error))
 
-    client = await exchanged(handler)
+    client = await run_exchange(handler)
     assert client.transport.data.endswith(b"\r\n\r\nonce")
     assert errors == [
         "a chunk was sent before the response's head or after its end",
@@ -127,7 +127,7 @@ async def test_nothing_is_written_to_a_disconnected_client() -> None:
         await may_answer.wait()
         await exchange.respond(200, b"a")
 
-    client = await exchanged(handler)
+    client = await run_exchange(handler)
     client.leave()
     may_answer.set()
     assert await client.settle() == b""
@@ -147,7 +147,7 @@ async def test_incomplete_response_is_not_terminated(
         if raised is not None:
             raise raised
 
-    client = await exchanged(handler)
+    client = await run_exchange(handler)
     cancelled = isinstance(raised, asyncio.CancelledError)
     assert client.transport.closed
     if started:

@@ -286,7 +286,7 @@ HOSTILE = {
     "a shape that overflows": {"shape": [2**62, 2**62], "data": [1]},
     "too many dimensions": {"shape": [1] * 1000, "data": [1]},
     "a size beyond the body": {"shape": [1], "parameters": {"binary_data_size": 10**12}},
-    "a size that is no number": {"shape": [1], "parameters": {"binary_data_size": "x"}},
+    "a size that is not a number": {"shape": [1], "parameters": {"binary_data_size": "x"}},
     "a region that is not registered": {
         "shape": [1],
         "parameters": {"shared_memory_region": "x", "shared_memory_byte_size": 4},
@@ -333,20 +333,20 @@ def test_joining_logits_pads_shorter_prompts() -> None:
 async def test_a_large_batch_of_logits_is_joined_outside_the_event_loop(monkeypatch) -> None:
     seen = set()
 
-    def watched(*given):
+    def record_thread(*given):
         seen.add(threading.current_thread())
         return join(*given)
 
-    monkeypatch.setattr(batches, "join", watched)
+    monkeypatch.setattr(batches, "join", record_thread)
     model = LogitsModel()
-    for tokens, beside in ((2, False), (9, True)):
+    for tokens, in_thread in ((2, False), (9, True)):
         seen.clear()
         inputs = {
             "input_ids": Tensor.from_values("input_ids", "INT32", (2, 1), [tokens, tokens + 1])
         }
         (answer,) = [answer async for answer in model.infer(InferRequest("logits", "1", inputs))]
         assert answer.outputs[0].shape == (2, tokens + 1, 30_000)
-        assert seen != {threading.main_thread()} if beside else seen == {threading.main_thread()}
+        assert seen != {threading.main_thread()} if in_thread else seen == {threading.main_thread()}
 
 
 class LogitsModel(EngineBackedModel):

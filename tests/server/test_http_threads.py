@@ -99,11 +99,11 @@ def test_only_long_bodies_are_parsed_in_a_thread(
     path, body_of, module, name, parse, status = call
     threads: list[int] = []
 
-    def noting(*args: Any) -> Any:
+    def record_thread(*args: Any) -> Any:
         threads.append(threading.get_ident())
         return parse(*args)
 
-    monkeypatch.setattr(module, name, noting)
+    monkeypatch.setattr(module, name, record_thread)
     empty = len(json.dumps(body_of("")))
     body = json.dumps(body_of("x" * (THREAD_ABOVE_SIZE - empty + extra))).encode()
     assert len(body) == THREAD_ABOVE_SIZE + extra

@@ -85,7 +85,7 @@ def find_line(objects: list[dict[str, Any]], words: str) -> dict[str, Any]:
     return found
 
 
-class Life:
+class ServerRun:
     """Runs a server from start to exit, makes everything fail, and collects its output."""
 
     def __init__(self, folder: Path) -> None:
@@ -130,52 +130,56 @@ class Life:
 
 
 @pytest.fixture(scope="module")
-def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
-    return Life(tmp_path_factory.mktemp("life"))
+def server_run(tmp_path_factory: pytest.TempPathFactory) -> ServerRun:
+    return ServerRun(tmp_path_factory.mktemp("server_run"))
 
 
-def test_services_and_loaded_models_are_logged(life: Life) -> None:
+def test_services_and_loaded_models_are_logged(server_run: ServerRun) -> None:
     for service in ("GRPCInferenceService", "HTTPService", "Metrics Service"):
-        line = find_line(life.objects, f"Started {service} at ")
-        assert (line["level"], line["process"]) == ("info", life.server_process)
-    assert find_line(life.objects, "successfully loaded 'noisy'")["model"] == "noisy"
-    assert find_line(life.objects, "loaded in 0.0 s")["model"] == "tensorrt_llm"
-    banner = find_line(life.objects, "API docs")["message"].splitlines()
-    address = find_line(life.objects, "Started HTTPService at ")["message"].rpartition(" ")[2]
+        line = find_line(server_run.objects, f"Started {service} at ")
+        assert (line["level"], line["process"]) == ("info", server_run.server_process)
+    assert find_line(server_run.objects, "successfully loaded 'noisy'")["model"] == "noisy"
+    assert find_line(server_run.objects, "loaded in 0.0 s")["model"] == "tensorrt_llm"
+    banner = find_line(server_run.objects, "API docs")["message"].splitlines()
+    address = find_line(server_run.objects, "Started HTTPService at ")["message"].rpartition(" ")[2]
     assert [line.partition(":")[0] for line in banner] == ["Ready", "Try it", "OpenAI", "API docs"]
     assert (
         banner[2]
         == f"OpenAI:   http://{address}/v1   chat: http://{address}/ or slipstream chat -u {address}"
     )
-    assert find_line(life.objects, "Invalid HTTP request")["level"] == "warning"
-    assert life.settings["log_format"] == "json"
+    assert find_line(server_run.objects, "Invalid HTTP request")["level"] == "warning"
+    assert server_run.settings["log_format"] == "json"
 
 
-def test_output_of_a_python_model_is_logged_with_its_name(life: Life) -> None:
+def test_output_of_a_python_model_is_logged_with_its_name(server_run: ServerRun) -> None:
     for words, level in (
         ("printed by the model", "info"),
         ("warned by the model", "warning"),
         ("logged by the model", "error"),
         ("printed without an end", "info"),
     ):
-        line = find_line(life.objects, words)
+        line = find_line(server_run.objects, words)
         assert (line["level"], line["model"]) == (level, "noisy")
-    failed = find_line(life.objects, "execute failed")
+    failed = find_line(server_run.objects, "execute failed")
     assert (failed["level"], failed["model"], failed["request_id"]) == ("error", "noisy", "seven")
     assert failed["error"].startswith("Traceback (most recent call last):\n")
     assert failed["error"].endswith("RuntimeError: raised by the model")
 
 
-def test_failures_of_an_engine_are_logged_with_its_name(life: Life) -> None:
-    raised = find_line(life.objects, "the engine process leaves: RuntimeError: raised by order")
+def test_failures_of_an_engine_are_logged_with_its_name(server_run: ServerRun) -> None:
+    raised = find_line(
+        server_run.objects, "the engine process leaves: RuntimeError: raised by order"
+    )
     assert (raised["level"], raised["model"]) == ("error", "tensorrt_llm")
-    assert raised["process"] != life.server_process
+    assert raised["process"] != server_run.server_process
     assert raised["error"].startswith("Traceback (most recent call last):\n")
-    crashed = find_line(life.objects, "Fatal Python error: Segmentation fault")
+    crashed = find_line(server_run.objects, "Fatal Python error: Segmentation fault")
     assert (crashed["level"], crashed["model"]) == ("error", "tensorrt_llm")
     assert "in serve\n" in crashed["message"]  # all of its stack
     gone = [
-        line for line in life.objects if line["message"].startswith("the engine process exited: ")
+        line
+        for line in server_run.objects
+        if line["message"].startswith("the engine process exited: ")
     ]
     assert [line["message"].rpartition(": ")[2] for line in gone] == [
         "raised by order",
@@ -184,12 +188,14 @@ def test_failures_of_an_engine_are_logged_with_its_name(life: Life) -> None:
     ]
     assert {(line["level"], line["model"]) for line in gone} == {("error", "tensorrt_llm")}
     assert [
-        line["level"] for line in life.objects if "starting the engine again" in line["message"]
+        line["level"]
+        for line in server_run.objects
+        if "starting the engine again" in line["message"]
     ] == ["warning"] * 3
 
 
-def test_the_log_contains_no_prompts(life: Life) -> None:
-    assert PROMPT not in life.text
+def test_the_log_contains_no_prompts(server_run: ServerRun) -> None:
+    assert PROMPT not in server_run.text
 
 
 # -- failures at the start
@@ -441,8 +447,8 @@ def test_a_client_can_change_the_format_at_run_time(capsys: pytest.CaptureFixtur
     assert update_log_settings({"log_format": "json"})["log_format"] == "json"
     assert log_settings()["log_format"] == "json"
     logger.warning("as an object")
-    (said,) = parsed(capsys.readouterr().err.splitlines())
-    assert (said["message"], said["level"]) == ("as an object", "warning")
+    (logged,) = parsed(capsys.readouterr().err.splitlines())
+    assert (logged["message"], logged["level"]) == ("as an object", "warning")
     with pytest.raises(
         InferenceError, match="Attempt to set 'log_format' to invalid value 'relayed'"
     ):
@@ -463,5 +469,5 @@ async def test_an_error_is_logged_with_the_request_it_came_from(
             pass
     except RuntimeError:
         logger.error("POST /v2/models/chat/infer failed")
-    (said,) = parsed(capsys.readouterr().err.splitlines())
-    assert (said["model"], said["request_id"]) == ("chat", "nine")
+    (logged,) = parsed(capsys.readouterr().err.splitlines())
+    assert (logged["model"], logged["request_id"]) == ("chat", "nine")

@@ -116,7 +116,7 @@ def test_a_server_starts_answers_and_stops_without_leftovers(serve):
     assert '{kv_cache_block_type="max",model="tensorrt_llm",version="1"} 128' in metrics
     server.process.send_signal(signal.SIGTERM)
     assert server.wait_exit() == 0
-    assert server.left_behind() == []
+    assert server.remaining_files() == []
 
 
 def test_the_printed_curl_command_works(steady):
@@ -149,7 +149,7 @@ def test_sigterm_lets_every_admitted_stream_finish_and_refuses_new_work(serve):
         assert stream.finish().text.split() == counting(start + 1, 100).split()
         assert not stream.cut
     assert server.wait_exit() == 0
-    assert server.left_behind() == []
+    assert server.remaining_files() == []
 
 
 def test_streams_that_exceed_the_exit_timeout_are_cancelled(serve):
@@ -171,7 +171,7 @@ def test_a_second_signal_ends_the_server_at_once(serve):
     assert server.wait_exit() == 128 + signal.SIGTERM
     assert stream.finish().cut
     assert not is_running(engine)
-    assert server.left_behind() == []
+    assert server.remaining_files() == []
 
 
 def test_killing_the_server_ends_the_engine(serve):
@@ -181,7 +181,7 @@ def test_killing_the_server_ends_the_engine(serve):
     server.process.kill()
     wait_for(lambda: not is_running(engine))
     # the file of the socket is removed once both ends are connected
-    assert server.left_behind() == []
+    assert server.remaining_files() == []
 
 
 def test_a_killed_engine_fails_its_streams_with_the_reason_and_is_restarted(serve):
@@ -205,7 +205,7 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_a_failure(serve):
     assert server.lines[-1].startswith(
         "error: the engine failed for good: it died more than 3 times in 10 minutes"
     )
-    assert server.left_behind() == []
+    assert server.remaining_files() == []
 
 
 def test_an_engine_that_hangs_is_replaced(serve):
@@ -249,7 +249,7 @@ def test_an_engine_that_cannot_start_is_reported_in_the_last_line(serve):
         server.lines[-1]
         == "error: the engine did not start: ValueError: this engine folder is bad by order"
     )
-    assert server.left_behind() == []
+    assert server.remaining_files() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -260,7 +260,7 @@ def test_a_signal_while_the_engine_loads_ends_the_server_cleanly(serve, number):
     server.process.send_signal(number)
     assert server.wait_exit() == 0
     assert not is_running(engine)
-    assert server.left_behind() == []
+    assert server.remaining_files() == []
 
 
 def test_the_server_process_never_loads_torch(steady):

@@ -61,7 +61,7 @@ def test_logging_to_a_closed_or_broken_stream_does_not_raise(
     stream = open(writing, "w", encoding="utf-8")  # noqa: SIM115
     if closed:
         with pytest.raises(BrokenPipeError):
-            print("said", file=stream, flush=True)
+            print("text", file=stream, flush=True)
         with pytest.raises(BrokenPipeError):
             stream.close()
     monkeypatch.setattr(sys, "stderr", stream)
@@ -154,8 +154,8 @@ def test_records_after_an_invalid_line_are_read(tmp_path: Path) -> None:
     os.write(writing, "\n".join([*lines, good, ""]).encode())
     os.close(writing)
     relay.finish(10)
-    said = [json.loads(line)["message"] for line in (tmp_path / "log").read_text().splitlines()]
-    assert said == [*lines, "good"]  # unchanged
+    logged = [json.loads(line)["message"] for line in (tmp_path / "log").read_text().splitlines()]
+    assert logged == [*lines, "good"]  # unchanged
 
 
 # -- lines
@@ -196,19 +196,19 @@ def test_pieces_do_not_split_characters() -> None:
 def test_both_readers_bound_the_memory_of_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(HANDLER, "write_line", said.append)
+    logged: list[str] = []
+    monkeypatch.setattr(HANDLER, "write_line", logged.append)
     monkeypatch.setattr(HANDLER, "format", logging.LogRecord.getMessage)
     (tmp_path / "output").write_bytes(b"x" * (2 * MAX_LINE_BYTES + 1))
     relayed = os.open(tmp_path / "output", os.O_RDONLY)
     Relay(relayed, 7, logging.WARNING).finish(10)
-    assert [len(text) for text in said] == [MAX_LINE_BYTES, MAX_LINE_BYTES, 1]
-    said.clear()
+    assert [len(text) for text in logged] == [MAX_LINE_BYTES, MAX_LINE_BYTES, 1]
+    logged.clear()
     instance = Instance("noisy_0", "noisy", 1, None, *[lambda *_: None] * 3)  # type: ignore[arg-type]
     with (tmp_path / "output").open("rb") as output:
         for _ in range(3):
             instance._read_output(None, output.fileno())  # type: ignore[arg-type]
-    assert [len(text) for text in said] == [MAX_LINE_BYTES, MAX_LINE_BYTES]
+    assert [len(text) for text in logged] == [MAX_LINE_BYTES, MAX_LINE_BYTES]
 
 
 # -- a crash of the server's own process

@@ -45,12 +45,12 @@ async def answers(*responses, then=None):
         raise then
 
 
-def asked():
+def llm_request():
     return InferRequest("llm", "1", {})
 
 
 async def read_all(counters, stream, batch_size=1):
-    async with aclosing(counters.record(asked(), stream, batch_size)) as recorded:
+    async with aclosing(counters.record(llm_request(), stream, batch_size)) as recorded:
         return [response async for response in recorded]
 
 
@@ -96,7 +96,7 @@ async def test_a_cancelled_reader_counts_as_cancelled_and_closes_the_model():
             closed.append(True)
 
     counters = ModelCounters(decoupled=True)
-    async with aclosing(counters.record(asked(), endless())) as recorded:
+    async with aclosing(counters.record(llm_request(), endless())) as recorded:
         await anext(recorded)
     assert (counters.failures["CANCELED"], counters.success.count) == (1, 0)
     assert closed == [True]
@@ -110,7 +110,9 @@ async def test_a_reader_that_stops_at_the_last_response_counts_as_success(
     decoupled, response, successes
 ):
     counters = ModelCounters(decoupled=decoupled)
-    async with aclosing(counters.record(asked(), answers(response, InferResponse()))) as recorded:
+    async with aclosing(
+        counters.record(llm_request(), answers(response, InferResponse()))
+    ) as recorded:
         await anext(recorded)
     assert (counters.success.count, counters.failures["CANCELED"]) == (successes, 1 - successes)
 
@@ -132,7 +134,7 @@ async def test_pending_requests_have_no_response_yet():
 
 
 async def test_a_finished_request_drops_the_reference_to_its_counters():
-    request = asked()
+    request = llm_request()
     recorded = ModelCounters().record(request, answers(InferResponse()))
     request.times.branch()
     assert [answer async for answer in recorded] == [InferResponse()]
@@ -295,7 +297,7 @@ def test_families_have_the_help_and_type_lines_of_the_real_server():
 async def test_token_histograms_count_each_token():
     metrics = ServerMetrics()
     counters = metrics.model("ensemble")
-    request = asked()
+    request = llm_request()
 
     async def generating():
         for count in (1, 2, 0):
@@ -353,7 +355,7 @@ async def test_a_model_error_is_an_execution_but_an_ensembles_is_not():
 
 async def test_durations_of_phases_add_up_to_the_request():
     counters = ModelCounters()
-    request = asked()
+    request = llm_request()
 
     async def phased():
         request.times.leave_queue()
@@ -474,8 +476,8 @@ async def call(app, method, path):
     return int(first.split()[1]), headers["content-type"], body
 
 
-def without_the_machine(rendered):
-    """Return the names of values that change with time."""
+def without_cpu_metrics(rendered):
+    """Return the lines without the CPU metrics, which change with time."""
     return [line for line in rendered.splitlines() if not line.startswith("nv_cpu_")]
 
 
@@ -485,7 +487,7 @@ async def test_metrics_port_responds_like_triton():
     app = serve_metrics(metrics)
     status, kind, body = await call(app, "GET", "/metrics")
     assert (status, kind) == (200, "text/plain; charset=utf-8")
-    assert without_the_machine(body) == without_the_machine(metrics.render())
+    assert without_cpu_metrics(body) == without_cpu_metrics(metrics.render())
     assert await call(app, "GET", "/foo") == (200, "text/plain; charset=utf-8", "")
     assert await call(app, "GET", "/") == (200, "text/plain; charset=utf-8", "")
     assert await call(app, "POST", "/metrics") == (

@@ -15,12 +15,12 @@ PLAIN = ("Some CPU", frozenset({"avx2"}))
 
 
 @pytest.fixture(autouse=True)
-def no_limit_from_outside(monkeypatch):
+def no_inherited_isa_limit(monkeypatch):
     monkeypatch.delenv(cpu_probe.ISA_VARIABLE, raising=False)
 
 
 class Trials:
-    """Commands that work only for the given choices, and die of SIGILL otherwise."""
+    """Commands that work only for the given choices, and are killed by SIGILL otherwise."""
 
     def __init__(self, *working):
         self.working = working

@@ -19,7 +19,7 @@ def contender(name: str, count: int = 1, priority: int = 1) -> Contender:
     return Contender(name, {("R", GLOBAL): count}, priority)
 
 
-def joined(limiter: RateLimiter, *contenders: Contender) -> tuple[Contender, ...]:
+def join_all(limiter: RateLimiter, *contenders: Contender) -> tuple[Contender, ...]:
     for one in contenders:
         limiter.join(one)
     return contenders
@@ -28,7 +28,7 @@ def joined(limiter: RateLimiter, *contenders: Contender) -> tuple[Contender, ...
 def test_second_instance_waits_for_the_resource_of_the_first() -> None:
     limiter = RateLimiter(SHARED)
     woken = []
-    first, second = joined(limiter, contender("first"), contender("second"))
+    first, second = join_all(limiter, contender("first"), contender("second"))
     assert limiter.acquire(first, lambda: woken.append("first"))
     assert not limiter.acquire(second, lambda: woken.append("second"))
     assert woken == []
@@ -41,7 +41,7 @@ def test_second_instance_waits_for_the_resource_of_the_first() -> None:
 
 def test_default_limit_is_the_largest_count_that_an_instance_needs() -> None:
     limiter = RateLimiter()
-    small, other, large = joined(
+    small, other, large = join_all(
         limiter, contender("small"), contender("other"), contender("large", 2)
     )
     assert limiter.acquire(small, lambda: None)
@@ -65,7 +65,7 @@ def test_instance_that_needs_more_than_the_limit_is_refused() -> None:
 def test_instances_execute_in_proportion_to_their_priority() -> None:
     """Under constant demand, priority 2 executes half as high as priority 1."""
     limiter = RateLimiter(SHARED)
-    contenders = joined(
+    contenders = join_all(
         limiter, *(contender(str(number), priority=1 + number % 2) for number in range(4))
     )
     for _ in range(300):
@@ -80,7 +80,7 @@ def test_each_device_has_its_own_resources() -> None:
     limiter = RateLimiter({("R", GLOBAL): 1})
     first = Contender("gpu0", {("R", 0): 1})
     second = Contender("gpu1", {("R", 1): 1})
-    joined(limiter, first, second)
+    join_all(limiter, first, second)
     assert limiter.acquire(first, lambda: None)
     assert limiter.acquire(second, lambda: None)
 
@@ -88,7 +88,7 @@ def test_each_device_has_its_own_resources() -> None:
 def test_leaving_instance_releases_its_resource_and_is_not_woken() -> None:
     limiter = RateLimiter(SHARED)
     woken = []
-    first, second, third = joined(
+    first, second, third = join_all(
         limiter, contender("first"), contender("second"), contender("third")
     )
     for one in (first, second, third):

@@ -24,7 +24,7 @@ def requests() -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ComparedAnswer:
     """The parts of an answer that are compared."""
 
     status: int  # 0: the connection was closed without an answer
@@ -58,14 +58,14 @@ def request_of(request: dict[str, Any]) -> bytes:
     )
 
 
-def ask(port: int, request: dict[str, Any]) -> Shown:
+def ask(port: int, request: dict[str, Any]) -> ComparedAnswer:
     with Connection(port, timeout=60.0) as connection:
         connection.send(request_of(request))
         answer = connection.answer(head_only=request["method"] == "HEAD")
-    return Shown(0) if answer is None else _shown(answer)
+    return ComparedAnswer(0) if answer is None else _compared_answer(answer)
 
 
-def _shown(answer: Answer) -> Shown:
+def _compared_answer(answer: Answer) -> ComparedAnswer:
     encoding = answer.header("content-encoding")
     body = answer.body
     if encoding == "gzip":
@@ -73,7 +73,7 @@ def _shown(answer: Answer) -> Shown:
     elif encoding == "deflate":
         body = zlib.decompress(body)
     body = _PLACE.sub(b"", _NUMBERS.sub(rb'"\1":0', body))
-    return Shown(
+    return ComparedAnswer(
         answer.status,
         answer.header("content-type"),
         answer.framing,

@@ -224,7 +224,7 @@ def answers(client: Client, case: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def fails(client: Client, name: str) -> None:
+def check_failure(client: Client, name: str) -> None:
     expected = case_named(name)["response"]
     with pytest.raises(grpc.RpcError) as raised:
         send(client, case_named(name))

@@ -79,7 +79,7 @@ async def ask(model: ServedModel, request: InferRequest | str) -> list[InferResp
     return [response async for response in model.infer(request)]
 
 
-def said(responses: Sequence[InferResponse]) -> list[str]:
+def response_texts(responses: Sequence[InferResponse]) -> list[str]:
     """Return the texts of the responses; errors start with "! "."""
     return [
         f"! {response.error.message}"

@@ -118,7 +118,7 @@ class TinyServer:
         ]
         return children[0] if children else 0
 
-    def left_behind(self) -> list[str]:
+    def remaining_files(self) -> list[str]:
         return [path.name for path in self.temporary.iterdir()]
 
     def close(self) -> None:
