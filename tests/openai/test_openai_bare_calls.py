@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from called_functions import BARE_TEMPLATE, GuidedText, called_by, chat, check_read, say
+from called_functions import BARE_TEMPLATE, GuidedText, called_by, chat, check_read, replace_answers
 
 from slipstream.server.openai.call_formats import BARE, MARKED, find_format
 from slipstream.server.openai.call_reader import BareCallReader
@@ -32,7 +32,9 @@ def test_call_format_is_found_in_the_chat_template():
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_bare_call_is_read_whole_and_streamed(calling, monkeypatch, size):
-    say(calling, monkeypatch, [CALL[start : start + size] for start in range(0, len(CALL), size)])
+    replace_answers(
+        calling, monkeypatch, [CALL[start : start + size] for start in range(0, len(CALL), size)]
+    )
     answer = chat(calling).choices[0]
     assert (answer.message.content, answer.finish_reason) == (None, "tool_calls")
     assert json.loads(answer.message.tool_calls[0].function.arguments) == ARGUMENTS
@@ -48,7 +50,7 @@ def test_a_bare_call_is_read_whole_and_streamed(calling, monkeypatch, size):
 
 
 @pytest.mark.parametrize(
-    ("said", "parts"),
+    ("text", "parts"),
     [
         (CALL, [("weather", ARGUMENTS)]),
         ("", []),
@@ -66,8 +68,8 @@ def test_a_bare_call_is_read_whole_and_streamed(calling, monkeypatch, size):
         ],
     ],
 )
-def test_an_incomplete_call_is_text(said, parts):
-    check_read(BareCallReader, said, parts)
+def test_an_incomplete_call_is_text(text, parts):
+    check_read(BareCallReader, text, parts)
 
 
 def test_text_without_a_call_is_streamed_immediately():
@@ -81,7 +83,7 @@ def test_text_without_a_call_is_streamed_immediately():
 
 
 def test_the_start_of_a_bare_call_is_completed_and_ends_the_answer(calling, monkeypatch):
-    request = say(calling, monkeypatch, ["x"])
+    request = replace_answers(calling, monkeypatch, ["x"])
     chat(calling, parallel_tool_calls=False)
     assert request[0].stop_words == []
     guided = GuidedText(request[0].sampling.guide)

@@ -18,7 +18,7 @@ from called_functions import (
     chat,
     check_read,
     prompt_ids,
-    say,
+    replace_answers,
 )
 
 from slipstream.server.openai.call_reader import CallReader
@@ -111,8 +111,10 @@ def test_text_without_a_call_is_unchanged_by_tools(either):
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_calls_within_text_are_separated_whole_and_streamed(calling, monkeypatch, size):
-    said = f"Let me see < a <tool. \n{CALL}\n{CALL.replace('Rome', 'Bonn')} "
-    say(calling, monkeypatch, [said[start : start + size] for start in range(0, len(said), size)])
+    text = f"Let me see < a <tool. \n{CALL}\n{CALL.replace('Rome', 'Bonn')} "
+    replace_answers(
+        calling, monkeypatch, [text[start : start + size] for start in range(0, len(text), size)]
+    )
     whole = chat(calling).choices[0]
     assert (whole.message.content, whole.finish_reason) == ("Let me see < a <tool.", "tool_calls")
     calls = [
@@ -134,7 +136,7 @@ def test_calls_within_text_are_separated_whole_and_streamed(calling, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("said", "parts"),
+    ("text", "parts"),
     [
         (CALL[:40], [CALL[:40]]),  # an incomplete call is text
         ("a <tool_call>no JSON</tool_call> b", ["a", " <tool_call>no JSON</tool_call> b"]),
@@ -152,12 +154,12 @@ def test_calls_within_text_are_separated_whole_and_streamed(calling, monkeypatch
         (f"{CALL} \n", [("weather", {"city": "Rome", "days": 2})]),
     ],
 )
-def test_an_incomplete_call_is_text(said, parts):
-    check_read(CallReader, said, parts)
+def test_an_incomplete_call_is_text(text, parts):
+    check_read(CallReader, text, parts)
 
 
 def test_the_start_mark_is_always_followed_by_a_call(calling, monkeypatch):
-    request = say(calling, monkeypatch, ["x"])
+    request = replace_answers(calling, monkeypatch, ["x"])
     chat(calling, parallel_tool_calls=False)
     assert request[0].stop_words == ["</tool_call>"]
     guided = GuidedText(request[0].sampling.guide)

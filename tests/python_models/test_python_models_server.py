@@ -32,8 +32,8 @@ class TritonPythonModel:
         responses = list(inner.exec(decoupled=True))
         if responses[0].has_error():
             return responses[0]
-        said = b"".join(response.output_tensors()[0].as_numpy().ravel()[0] for response in responses)
-        return pb_utils.InferenceResponse([pb_utils.Tensor("text_output", np.array([said + b"!"], dtype=object))])
+        text = b"".join(response.output_tensors()[0].as_numpy().ravel()[0] for response in responses)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("text_output", np.array([text + b"!"], dtype=object))])
 """
 
 PREPROCESSING = """

@@ -75,7 +75,7 @@ def prompt_ids(serving, messages, tools=TOOLS) -> list[int]:
     )
 
 
-def say(serving, monkeypatch, pieces: list[str]) -> list[Any]:
+def replace_answers(serving, monkeypatch, pieces: list[str]) -> list[Any]:
     """Replace the model's answers by these pieces. Return the list of the requests it gets."""
     requests = []
 
@@ -93,7 +93,7 @@ def say(serving, monkeypatch, pieces: list[str]) -> list[Any]:
     return requests
 
 
-def check_read(new_reader: Callable[[], Reader], said: str, parts: list[Any]) -> None:
+def check_read(new_reader: Callable[[], Reader], text: str, parts: list[Any]) -> None:
     """Check that a text is read as these parts, whole and letter by letter.
 
     A call is compared as its name and arguments.
@@ -105,10 +105,10 @@ def check_read(new_reader: Callable[[], Reader], said: str, parts: list[Any]) ->
             for part in found
         ]
 
-    assert comparable(list(new_reader().push(said, last=True))) == parts
+    assert comparable(list(new_reader().push(text, last=True))) == parts
     reader = new_reader()
     bits = comparable(
-        [part for letter in said for part in reader.push(letter)] + list(reader.push("", last=True))
+        [part for letter in text for part in reader.push(letter)] + list(reader.push("", last=True))
     )
     assert "".join(part for part in bits if isinstance(part, str)) == "".join(
         part for part in parts if isinstance(part, str)
