@@ -39,7 +39,7 @@ class ModelToServe:
     repository: Path
 
 
-def find_named_model(text: str) -> ModelToServe:
+def find_model_to_serve(text: str) -> ModelToServe:
     """Return the name and the folders of the model that a command line names.
 
     Models of the same name from different places have different folders. A repository belongs to
@@ -99,7 +99,7 @@ def prepare_repository(text: str) -> Path:
     code = subprocess.call(command, env=child_environment())
     if code != 0:
         raise SystemExit(code)  # the process has reported the reason
-    return find_named_model(text).repository
+    return find_model_to_serve(text).repository
 
 
 def make(model: ModelToServe) -> None:
@@ -133,7 +133,7 @@ def _write_repository(model: ModelToServe) -> None:
 def main(text: str) -> int:
     """Make the model that `text` names. Returns the exit code."""
     try:
-        make(find_named_model(text))
+        make(find_model_to_serve(text))
     except (ValueError, OSError) as error:  # weights/ reports bad input with ValueError
         log("ERROR", str(error))
         return 1

@@ -11,7 +11,7 @@ from tiny_hf_folder import save_model
 
 from slipstream.cli import served_model
 from slipstream.cli.import_model import engine_folder, import_model
-from slipstream.cli.served_model import find_named_model, make
+from slipstream.cli.served_model import find_model_to_serve, make
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
 from slipstream.server import lifecycle
@@ -64,23 +64,23 @@ def test_a_model_is_named_after_its_source(home, monkeypatch, text, name):
     for folder in ("tiny llama", "ensemble", ".hidden"):
         (home / "models" / folder).mkdir(parents=True)
     (home / "models" / "weights.Q8.gguf").touch()
-    assert find_named_model(text).name == name
+    assert find_model_to_serve(text).name == name
 
 
 def test_models_of_the_same_name_have_separate_folders(home, monkeypatch):
     for place in ("a", "b"):
         (home / place / "mine").mkdir(parents=True)
     monkeypatch.chdir(home / "a")
-    ours, theirs = find_named_model("mine"), find_named_model(str(home / "b" / "mine"))
+    ours, theirs = find_model_to_serve("mine"), find_model_to_serve(str(home / "b" / "mine"))
     assert (ours.name, theirs.name) == ("mine", "mine")
     assert ours.engine != theirs.engine
     assert ours.repository != theirs.repository
-    assert find_named_model("./mine") == find_named_model(str(home / "a" / "mine")) == ours
+    assert find_model_to_serve("./mine") == find_model_to_serve(str(home / "a" / "mine")) == ours
 
 
 def test_an_engine_is_rebuilt_only_if_its_weights_changed(home, capsys):
     save_model(home / "mine")
-    model = find_named_model(str(home / "mine"))
+    model = find_model_to_serve(str(home / "mine"))
     make(model)
     repository = read_repository(model.repository)
     assert set(repository.models) >= {"mine", "ensemble", "tensorrt_llm"}
@@ -105,7 +105,7 @@ def test_import_never_uses_the_engine_of_a_served_model(home, monkeypatch, text)
     """Their folder names hold '@', which no name of an import may hold."""
     monkeypatch.chdir(home)
     (home / "mine").mkdir()
-    model = find_named_model(text)
+    model = find_model_to_serve(text)
     assert model.engine.parent == engine_folder(model.name).parent
     assert model.engine != engine_folder(model.name)
     with pytest.raises(ValueError, match="cannot be a model's name"):
@@ -114,10 +114,10 @@ def test_import_never_uses_the_engine_of_a_served_model(home, monkeypatch, text)
 
 def test_a_local_folder_takes_precedence_over_a_known_name(home, monkeypatch):
     monkeypatch.chdir(home)
-    known = find_named_model("gpt2")
+    known = find_model_to_serve("gpt2")
     (home / "gpt2").mkdir()
     assert known.source == "gpt2"
-    assert find_named_model("gpt2") == find_named_model("./gpt2") != known
+    assert find_model_to_serve("gpt2") == find_model_to_serve("./gpt2") != known
 
 
 def test_the_repository_follows_engine_dest_path(home, monkeypatch):
@@ -125,7 +125,7 @@ def test_the_repository_follows_engine_dest_path(home, monkeypatch):
     for place in (None, home / "elsewhere"):
         if place is not None:
             monkeypatch.setenv("ENGINE_DEST_PATH", str(place))
-        model = find_named_model(str(home / "mine"))
+        model = find_model_to_serve(str(home / "mine"))
         make(model)
         assert model.engine.parent == (place or home / "home" / "engines")
         assert (
@@ -136,7 +136,7 @@ def test_the_repository_follows_engine_dest_path(home, monkeypatch):
 
 def test_an_interrupted_build_leaves_no_partial_repository(home, monkeypatch):
     save_model(home / "mine")
-    model = find_named_model(str(home / "mine"))
+    model = find_model_to_serve(str(home / "mine"))
 
     def killed(*arguments):
         write_repository(*arguments)
@@ -154,7 +154,7 @@ def test_an_interrupted_build_leaves_no_partial_repository(home, monkeypatch):
 
 def test_an_empty_repository_is_rewritten_and_a_damaged_one_refused(home):
     save_model(home / "mine")
-    model = find_named_model(str(home / "mine"))
+    model = find_model_to_serve(str(home / "mine"))
     make(model)
     assert run_cli(["remove", "-m", "all", "--repo", str(model.repository)]).exit_code == 0
     assert list(model.repository.iterdir()) == []
@@ -169,7 +169,7 @@ def test_an_empty_repository_is_rewritten_and_a_damaged_one_refused(home):
 
 def test_a_repository_written_by_another_process_is_used(home, monkeypatch, capsys):
     save_model(home / "mine")
-    model = find_named_model(str(home / "mine"))
+    model = find_model_to_serve(str(home / "mine"))
 
     def overtaken(repo, *others):
         write_repository(repo, *others)
@@ -184,9 +184,9 @@ def test_a_repository_written_by_another_process_is_used(home, monkeypatch, caps
 
 def test_an_engine_folder_is_served_without_a_build(home):
     save_model(home / "mine")
-    make(find_named_model(str(home / "mine")))
-    engine = find_named_model(str(home / "mine")).engine
-    again = find_named_model(str(engine))
+    make(find_model_to_serve(str(home / "mine")))
+    engine = find_model_to_serve(str(home / "mine")).engine
+    again = find_model_to_serve(str(engine))
     make(again)
     assert read_repository(again.repository).engines["tensorrt_llm"].engine_config.path == engine
 
@@ -196,7 +196,7 @@ def test_start_and_serve_use_the_repository_of_the_model(home, served, calls, na
     result = run_cli([name, "gpt2", "--http-port", "0"])
     assert result.exit_code == 0, result.output
     assert calls["commands"] == [["-P", "-m", "slipstream.cli.served_model", "gpt2"]]
-    assert served[0].repositories == (find_named_model("gpt2").repository,)
+    assert served[0].repositories == (find_model_to_serve("gpt2").repository,)
     assert served[0].repositories[0].parent == home / "home" / "repositories"
 
 
