@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
+
+import numpy as np
 
 from slipstream.server.http.generate import EventWriter, write_response
 from slipstream.server.kserve.errors import InferenceError
@@ -38,3 +41,17 @@ def test_events_of_a_stream_equal_events_written_one_by_one() -> None:
                 )
             answer = response(chance, names, parameters)
             assert events.write(answer) == b"data: " + write_response(request, answer) + b"\n\n"
+
+
+def test_an_output_is_written_again_when_its_data_changes():
+    """Placeholders share their data, which is written once per stream."""
+    request = InferRequest("m", "1", {})
+    shared = np.zeros(1, np.float32)
+    other = np.ones(1, np.float32)
+    events = EventWriter(request)
+    written = [
+        events.write(InferResponse([Tensor("a", "FP32", (1,), data)]))
+        for data in (shared, shared, other, shared)
+    ]
+    values = [json.loads(event.removeprefix(b"data: "))["a"] for event in written]
+    assert values == [0.0, 0.0, 1.0, 0.0]

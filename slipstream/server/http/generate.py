@@ -189,6 +189,8 @@ class EventWriter:
         self._parameters: Mapping[str, Parameter] | None = None
         self._pieces: list[bytes] = []  # constant text and, in between, places for the values
         self._slots: list[tuple[int, int]] = []  # (index of the piece, index of the output)
+        # the data that each output had in the last event: placeholders share theirs
+        self._written: list[object] = []
 
     def write(self, response: InferResponse) -> bytes:
         if response.error is not None:
@@ -200,8 +202,12 @@ class EventWriter:
         ):
             self._write_constant_pieces(names, parameters)
         pieces = self._pieces
+        written = self._written
         for piece, output in self._slots:
-            pieces[piece] = write_tensor(response.outputs[output])
+            tensor = response.outputs[output]
+            if tensor.data is not written[output]:
+                written[output] = tensor.data
+                pieces[piece] = write_tensor(tensor)
         return b"".join(pieces)
 
     def _write_constant_pieces(self, names: list[str], parameters: Mapping[str, Parameter]) -> None:
@@ -210,6 +216,7 @@ class EventWriter:
         self._parameters = parameters
         self._pieces = []
         self._slots = []
+        self._written = [None] * len(names)
         text = b"data: {"
         layout = _layout((*names, *(name for name, _ in fixed)))
         for position, key in layout:
