@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from compared import ask, requests
 from http_support import RunningServer
-from real_triton import VARIABLE, RealTriton, find_tritonserver
+from real_triton import RealTriton, find_tritonserver
 
 from slipstream.server.engine_link.child import ENGINE_COMMAND
 from slipstream.server.engine_link.client import Supervision
@@ -29,12 +29,7 @@ from slipstream.server.services import create_app, create_context
 
 MODELS = Path(__file__).parents[1] / "python_models" / "repos" / "mimic"
 TRITONSERVER = find_tritonserver()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        TRITONSERVER is None, reason=f"no nvidia-pytriton is installed and ${VARIABLE} is not set"
-    ),
-]
+pytestmark = pytest.mark.live
 
 # Deliberate differences and their reasons. The requests are still sent.
 DIFFERENT: dict[str, str] = {

@@ -24,7 +24,7 @@ from grpc_support import (
     outgoing,
     send,
 )
-from real_triton import VARIABLE, RealTriton, find_tritonserver
+from real_triton import RealTriton, find_tritonserver
 
 from slipstream.server.engine_link.child import ENGINE_COMMAND
 from slipstream.server.engine_link.client import Supervision
@@ -38,12 +38,7 @@ from slipstream.server.services import create_context
 
 MODELS = Path(__file__).parents[1] / "python_models" / "repos" / "mimic"
 TRITONSERVER = find_tritonserver()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        TRITONSERVER is None, reason=f"no nvidia-pytriton is installed and ${VARIABLE} is not set"
-    ),
-]
+pytestmark = pytest.mark.live
 _PLACE = re.compile(r"(?<=At:\n  )[^()]*/(?=\w+/\d+/model\.py)")  # folder of the machine in a path
 _CHANGING = ("ns", "count", "last_inference", "inference_count", "execution_count")
 # Deliberate differences and their reasons. The calls are still sent.

@@ -1,11 +1,14 @@
 """The default model with its real weights: the same tokens as transformers from the same file."""
 
 import functools
+import random
 
 import pytest
 import torch
 from run_engine import all_logits, engine, generate, greedy_choices
 
+from slipstream.server.text.stream import TextStream
+from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.build import build_engine
 from slipstream.weights.sources.known_models import (
     DEFAULT_MODEL,
@@ -110,3 +113,15 @@ def test_fp8_costs_less_than_one_percent_of_perplexity(gguf, tmp_path):
         return torch.stack(losses).mean()
 
     assert (loss("fp8") - loss(None)).exp() < 1.01
+
+
+def test_streamed_pieces_of_its_tokenizer_equal_the_whole_text(folder):
+    tokenizer = Tokenizer.load(folder)
+    chance = random.Random(1)
+    sequences = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    # random tokens split characters in every way
+    sequences += [[chance.randrange(49152) for _ in range(40)] for _ in range(200)]
+    for ids in sequences:
+        stream = TextStream(tokenizer)
+        pieces = [stream.push([token]) for token in ids]
+        assert "".join([*pieces, stream.finish()]) == tokenizer.decode(ids)

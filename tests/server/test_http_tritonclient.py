@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import tritonclient.http as http
+import tritonclient.http.aio as aio
 from safetensors.torch import save_file
 from tiny_server import ROOT, wait_for
 
 from slipstream.repository.templates import fill, template
 from slipstream.weights.build import build_engine
-
-http = pytest.importorskip(
-    "tritonclient.http", reason="tritonclient's HTTP client is not installed"
-)
 
 VOCABULARY = 96
 HIDDEN = 32
@@ -199,7 +197,6 @@ def test_compression_both_ways(client: Any, algorithm: str) -> None:
 
 
 async def test_the_asyncio_client(address: str, client: Any) -> None:
-    aio = pytest.importorskip("tritonclient.http.aio")
     async with aio.InferenceServerClient(address) as other:
         assert await other.is_server_ready()
         answer = await other.infer("ensemble", tensors(aio, ["7 8"], 5))

