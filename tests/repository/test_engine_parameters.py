@@ -90,7 +90,7 @@ def used_values(model: EngineModel | None) -> dict:
         return {}
     return {
         **asdict(model),
-        "engine": None,
+        "engine_config": None,
         "tokenizer_folder": None,
         "settings": asdict(model.settings),
     }
