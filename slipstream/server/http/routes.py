@@ -81,7 +81,7 @@ class RouteGroup:
 class TracedExchange:
     """`with TracedExchange(exchange, trace):` records the work within and its response.
 
-    `trace` is None for a request that is not traced. `arrival_ns`: 0 for now.
+    `trace` is None for a request that is not traced. `arrival_ns` 0 means the current time.
     """
 
     __slots__ = ("_arrival_ns", "_exchange", "_finishing", "_trace")
