@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
-from called_functions import BARE_TEMPLATE, GuidedText, called_by, chat, check_read, replace_answers
+from called_functions import (
+    BARE_TEMPLATE,
+    GuidedText,
+    called_by,
+    chat,
+    check_read,
+    replace_answers,
+    streamed_calls,
+)
 
-from slipstream.server.openai.call_formats import BARE, MARKED, find_format
-from slipstream.server.openai.call_reader import BareCallReader
+from slipstream.server.openai.tools.call_formats import BARE, MARKED, find_format
+from slipstream.server.openai.tools.call_reader import BareCallReader
 
 CALL = '{"name": "weather", "parameters": {"city": "Rome", "days": 2}}'
 ARGUMENTS = {"city": "Rome", "days": 2}
@@ -39,12 +47,8 @@ def test_a_bare_call_is_read_whole_and_streamed(calling, monkeypatch, size):
     assert (answer.message.content, answer.finish_reason) == (None, "tool_calls")
     assert json.loads(answer.message.tool_calls[0].function.arguments) == ARGUMENTS
     chunks = [chunk.choices[0] for chunk in chat(calling, stream=True)]
-    (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-    assert (call.index, call.function.name, json.loads(call.function.arguments)) == (
-        0,
-        "weather",
-        ARGUMENTS,
-    )
+    ((index, name, arguments),) = streamed_calls(chunks)
+    assert (index, name, json.loads(arguments)) == (0, "weather", ARGUMENTS)
     assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
     assert chunks[-1].finish_reason == "tool_calls"
 

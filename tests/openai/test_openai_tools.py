@@ -19,9 +19,10 @@ from called_functions import (
     check_read,
     prompt_ids,
     replace_answers,
+    streamed_calls,
 )
 
-from slipstream.server.openai.call_reader import CallReader
+from slipstream.server.openai.tools.call_reader import CallReader
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 
@@ -127,10 +128,9 @@ def test_calls_within_text_are_separated_whole_and_streamed(calling, monkeypatch
     assert len({call.id for call in whole.message.tool_calls}) == 2
     chunks = [chunk.choices[0] for chunk in chat(calling, stream=True)]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
-    streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-    assert [call.index for call in streamed] == [0, 1]
-    assert [call.function.arguments for call in streamed] == [
-        call.function.arguments for call in whole.message.tool_calls
+    assert streamed_calls(chunks) == [
+        (index, call.function.name, call.function.arguments)
+        for index, call in enumerate(whole.message.tool_calls)
     ]
     assert chunks[-1].finish_reason == "tool_calls"
 

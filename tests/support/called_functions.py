@@ -10,7 +10,7 @@ from slipstream.engine.constraints.guided import Guided, Guides
 from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.sampling_params import Guide
 from slipstream.server.engine_link.engine import TextOutput
-from slipstream.server.openai.call_reader import Reader, ToolCall
+from slipstream.server.openai.parts import CallArguments, CallStart, Part, PartReader
 
 MESSAGES: Any = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {
@@ -93,16 +93,34 @@ def replace_answers(serving, monkeypatch, pieces: list[str]) -> list[Any]:
     return requests
 
 
-def check_read(new_reader: Callable[[], Reader], text: str, parts: list[Any]) -> None:
+def streamed_calls(chunks: list[Any]) -> list[tuple[int, str, str]]:
+    """Return the index, name and arguments of each call in the choices of a stream."""
+    calls: dict[int, tuple[int, str, str]] = {}
+    for chunk in chunks:
+        for call in chunk.delta.tool_calls or []:
+            _, name, arguments = calls.get(call.index, (call.index, call.function.name, ""))
+            calls[call.index] = (call.index, name, arguments + (call.function.arguments or ""))
+    return list(calls.values())
+
+
+def check_read(new_reader: Callable[[], PartReader], text: str, parts: list[Any]) -> None:
     """Check that a text is read as these parts, whole and letter by letter.
 
     A call is compared as its name and arguments.
     """
 
-    def comparable(found: list[Any]) -> list[Any]:
+    def comparable(found: list[Part]) -> list[Any]:
+        joined: list[Any] = []
+        for part in found:
+            if isinstance(part, CallStart):
+                joined.append((part.name, ""))
+            elif isinstance(part, CallArguments):
+                name, arguments = joined.pop()
+                joined.append((name, arguments + part.text))
+            else:
+                joined.append(part)
         return [
-            (part.name, json.loads(part.arguments)) if isinstance(part, ToolCall) else part
-            for part in found
+            (part[0], json.loads(part[1])) if isinstance(part, tuple) else part for part in joined
         ]
 
     assert comparable(list(new_reader().push(text, last=True))) == parts

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from slipstream.request_fields.field import LARGEST_INT
-from slipstream.server.engine_link.engine import TextOutput
+from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.generation_outputs import Completion
-from slipstream.server.openai.call_formats import CallFormat
-from slipstream.server.openai.call_reader import Reader, ToolCall, call_reader
 from slipstream.server.openai.calls import Call, Document
+from slipstream.server.openai.choices import ChoicesWriter
 from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import ChatFields, read_fields
 from slipstream.server.openai.generation import finish_reason
 from slipstream.server.openai.log_probs import ScoredTokens, chat_log_probs
-from slipstream.server.openai.models import find_model
+from slipstream.server.openai.models import OpenAIModel, find_model
+from slipstream.server.openai.parts import (
+    CallArguments,
+    CallStart,
+    Part,
+    PartReader,
+    PlainReader,
+    Reasoning,
+    ToolCall,
+    WholeMessage,
+)
 from slipstream.server.openai.prompts import chat_tokens
 from slipstream.server.openai.sampling import (
     build_text_request,
@@ -27,15 +37,50 @@ from slipstream.server.openai.sampling import (
     read_top_log_probs,
     sampling_params,
 )
-from slipstream.server.openai.tools import read_tools
+from slipstream.server.openai.tools.call_reader import call_reader
+from slipstream.server.openai.tools.request import read_tools
 from slipstream.server.text.messages import unknown_fields
 from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True)
+class PreparedChat:
+    """A conversation, read and checked: the request for its answers, and how to read them.
+
+    Every chat endpoint builds ChatFields from its own format and prepares them here.
+    """
+
+    model: OpenAIModel
+    text: TextRequest
+    new_reader: Callable[[], PartReader]  # one for each answer
+    guided_by: str  # request field that carried the grammar
+    log_probs: bool
+
+
 async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
     fields, ignored = await in_thread_if_long(len(body), read_fields, body, ChatFields)
-    model = await find_model(registry, fields.model)
+    prepared = await prepare_chat(fields, len(body), await find_model(registry, fields.model))
+    ignored += unknown_fields(fields.messages)
+    choice_writer = ChatChoiceWriter(
+        prepared.model.tokenizer,
+        prepared.log_probs,
+        bool(prepared.text.stop_words),
+        prepared.new_reader,
+    )
+    writer = ChoicesWriter.create("chatcmpl", prepared.model.id, choice_writer, fields)
+    return Call(
+        prepared.model,
+        [prepared.text],
+        writer.id,
+        writer,
+        bool(fields.stream),
+        ignored,
+        prepared.guided_by,
+    )
+
+
+async def prepare_chat(fields: ChatFields, body_bytes: int, model: OpenAIModel) -> PreparedChat:
     log_probs = bool(fields.logprobs)
     top_log_probs = read_top_log_probs("top_logprobs", fields.top_logprobs)
     if top_log_probs and not log_probs:
@@ -52,15 +97,12 @@ async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
         fields, model.vocab_size, max_tokens, log_probs, top_log_probs, guide
     )
     stop_words = [*read_stop_words(fields), *(tools.stop_words if tools else ())]
-    tokens = await chat_tokens(fields, len(body), model, tools.shown if tools else None)
+    tokens = await chat_tokens(fields, body_bytes, model, tools.shown if tools else None)
     text = build_text_request(
         fields, tokens, sampling, stop_words, read_n(fields), model, model.adapter()
     )
-    ignored += unknown_fields(fields.messages)
-    choice_writer = ChatChoiceWriter(
-        model.tokenizer, log_probs, bool(stop_words), calls=tools.format if tools else None
-    )
-    return Call.create(fields, ignored, "chatcmpl", model, choice_writer, [text], guided_by)
+    new_reader = partial(call_reader, tools.format) if tools else PlainReader
+    return PreparedChat(model, text, new_reader, guided_by, log_probs)
 
 
 def _max_tokens(fields: ChatFields) -> int:
@@ -82,24 +124,25 @@ class ChatChoiceWriter:
     tokenizer: Tokenizer
     log_probs: bool
     stop_words: bool  # whether stop words may end the text
-    calls: CallFormat | None  # format of the calls in the text; None: no tools
+    new_reader: Callable[[], PartReader]
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
-    _readers: dict[int, Reader] = field(default_factory=dict)
+    _readers: dict[int, PartReader] = field(default_factory=dict)
     _scored: dict[int, ScoredTokens] = field(default_factory=dict)
 
     def whole(self, index: int, choice: Completion) -> Document:
-        parts = list(self._parts(index, choice.text, last=True))
-        calls = [part.document() for part in parts if isinstance(part, ToolCall)]
-        text = "".join([part for part in parts if isinstance(part, str)])
-        message = {
+        parts = self._reader(index).push(choice.text, last=True)
+        whole = WholeMessage().add(parts)
+        message: Document = {
             "role": "assistant",
-            "content": text if text or not calls else None,
+            "content": whole.text if whole.text or not whole.calls else None,
             "refusal": None,
         }
+        if whole.calls:
+            message["tool_calls"] = [call.document() for call in whole.calls]
         return {
             "index": index,
-            "message": message | ({"tool_calls": calls} if calls else {}),
+            "message": message,
             "logprobs": self._scores(index, choice),
             "finish_reason": self._reason(index, choice),
         }
@@ -111,30 +154,24 @@ class ChatChoiceWriter:
         scores = self._scores(index, output)
         if scores is not None and not scores["content"]:
             scores = None
-        for part in self._parts(index, output.text, last=bool(output.finish_reason)):
-            if isinstance(part, str):
-                yield _chunk(index, {"content": part}, scores)
-                scores = None
-            else:
-                call = {"index": self._readers[index].calls - 1, **part.document()}
-                yield _chunk(index, {"tool_calls": [call]})
+        reader = self._reader(index)
+        for part in reader.push(output.text, last=bool(output.finish_reason)):
+            yield _chunk(index, _delta(part, reader.calls - 1), scores)
+            scores = None
         if scores is not None:  # scores of tokens whose text is held back
             yield _chunk(index, {"content": ""}, scores)
 
     def ending(self, index: int, choice: Completion) -> Document:
         return _chunk(index, {}, reason=self._reason(index, choice))
 
-    def _parts(self, index: int, text: str, last: bool) -> Iterator[str | ToolCall]:
-        if self.calls is not None:
-            if index not in self._readers:
-                self._readers[index] = call_reader(self.calls)
-            yield from self._readers[index].push(text, last)
-        elif text:
-            yield text
+    def _reader(self, index: int) -> PartReader:
+        if index not in self._readers:
+            self._readers[index] = self.new_reader()
+        return self._readers[index]
 
     def _reason(self, index: int, choice: Completion) -> str:
         reason = finish_reason(choice.finish_reason)
-        called = self.calls is not None and self._readers[index].calls > 0
+        called = self._reader(index).calls > 0
         return "tool_calls" if called and reason == "stop" else reason
 
     def _scores(self, index: int, output: TextOutput | Completion) -> Document | None:
@@ -149,3 +186,17 @@ def _chunk(
     index: int, delta: Document, scores: Document | None = None, reason: str | None = None
 ) -> Document:
     return {"index": index, "delta": delta, "logprobs": scores, "finish_reason": reason}
+
+
+def _delta(part: Part, call: int) -> Document:
+    """Return a part of an answer as the change to its message. `call`: index of the last call."""
+    match part:
+        case str():
+            return {"content": part}
+        case Reasoning():
+            return {"reasoning_content": part.text}
+        case CallStart():
+            started = ToolCall(part.id, part.name).document()
+            return {"tool_calls": [{"index": call, **started}]}
+        case CallArguments():
+            return {"tool_calls": [{"index": call, "function": {"arguments": part.text}}]}

@@ -11,6 +11,7 @@ from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.models.text_model import text_between
 from slipstream.server.openai.calls import Call, Document
+from slipstream.server.openai.choices import ChoicesWriter
 from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import CompletionFields, read_fields
 from slipstream.server.openai.generation import finish_reason
@@ -71,7 +72,8 @@ async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
         bool(fields.logprobs),
         bool(stop_words),
     )
-    return Call.create(fields, ignored, "cmpl", model, choice_writer, texts, guided_by)
+    writer = ChoicesWriter.create("cmpl", model.id, choice_writer, fields)
+    return Call(model, texts, writer.id, writer, bool(fields.stream), ignored, guided_by)
 
 
 @dataclass(frozen=True)

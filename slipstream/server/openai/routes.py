@@ -5,8 +5,10 @@ Access, statistics, traces and cancellation are the same as on Triton's routes. 
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from urllib.parse import unquote
 
 import msgspec
@@ -17,44 +19,62 @@ from slipstream.server.http.routes import (
     Parameters,
     Route,
     RouteGroup,
-    TracedExchange,
+    RouteHandler,
+    compile_path,
 )
 from slipstream.server.kserve.context import ServerContext
-from slipstream.server.kserve.errors import InferenceError, Unavailable
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.inference import ModelRegistry, RequestTrace
-from slipstream.server.openai.calls import Call
+from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.openai.chat import chat_call
 from slipstream.server.openai.completions import completion_call
 from slipstream.server.openai.describe import openai_paths
 from slipstream.server.openai.errors import ApiError, as_api_error
-from slipstream.server.openai.generation import CallAnswers, infer_request
 from slipstream.server.openai.models import find_model, list_models
-from slipstream.server.openai.streaming import answer_stream, answer_whole
+from slipstream.server.openai.streaming import CallService, ReadCall
 from slipstream.server.tracing.tracing import CHAT, TEXT_COMPLETION
 
-_MODELS = "/v1/models"
-_CALLS: dict[str, Callable[[bytes, ModelRegistry], Awaitable[Call]]] = {
-    "/v1/chat/completions": chat_call,
-    "/v1/completions": completion_call,
-}
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One line of the table. `api`: the access-control group."""
+
+    method: str
+    path: str
+    api: str
+    handler: RouteHandler
 
 
 class OpenAIRoutes:
     def __init__(self, registry: ModelRegistry, state: ServerState, context: ServerContext) -> None:
         self._registry = registry
-        self._state = state
         self._context = context
+        self._calls = CallService(registry, state, context)
         self._started = int(time.time())
+        self._endpoints = self._table()
+        self._patterns = [(compile_path(endpoint.path), endpoint) for endpoint in self._endpoints]
+
+    def _table(self) -> list[Endpoint]:
+        return [
+            Endpoint("GET", "/v1/models", "metadata", self._list_models),
+            Endpoint("GET", "/v1/models/{rest}", "metadata", self._describe_model),
+            self._generation("/v1/chat/completions", chat_call, CHAT),
+            self._generation("/v1/completions", completion_call, TEXT_COMPLETION),
+        ]
+
+    def _generation(self, path: str, read_call: ReadCall, operation: str) -> Endpoint:
+        async def answer(exchange: Exchange, parameters: Parameters) -> None:
+            await self._calls.answer(exchange, read_call, operation)
+
+        return Endpoint("POST", path, "inference", answer)
 
     def group(self) -> RouteGroup:
         """Return these routes for the table of the HTTP port."""
         route = Route(ANY_METHOD, "/v1/{rest}", "", self.answer)
-        return RouteGroup([route], lambda: openai_paths(self._registry))
+        return RouteGroup([route], partial(openai_paths, self._registry))
 
     async def answer(self, exchange: Exchange, parameters: Parameters) -> None:
         try:
-            await self._route(exchange.path, exchange)
+            await self._route(exchange)
         except ClientGone:
             return
         except Exception as error:
@@ -63,54 +83,32 @@ class OpenAIRoutes:
             problem = as_api_error(error, f"{exchange.method} {exchange.path}")
             await exchange.respond(problem.status, problem.body(), JSON, problem.headers)
 
-    async def _route(self, path: str, exchange: Exchange) -> None:
-        if path in _CALLS:
-            self._check("inference", "POST", exchange)
-            await self._complete(path, exchange)
-        elif path == _MODELS:
-            self._check("metadata", "GET", exchange)
-            models = [model.document(self._started) for model in await list_models(self._registry)]
-            await exchange.respond(200, msgspec.json.encode({"object": "list", "data": models}))
-        elif path.startswith(_MODELS + "/"):
-            self._check("metadata", "GET", exchange)
-            model = await find_model(self._registry, unquote(path.removeprefix(_MODELS + "/")))
-            await exchange.respond(200, msgspec.json.encode(model.document(self._started)))
-        else:
-            self._check("metadata", exchange.method, exchange)
-            known = ", ".join((_MODELS, *_CALLS))
-            message = f"There is no {path[:200]} here. Known paths: {known}"
+    async def _route(self, exchange: Exchange) -> None:
+        found = self._find(exchange.path)
+        if not found:
+            check_access(self._context.access, "metadata", exchange)
+            paths = {endpoint.path for endpoint in self._endpoints if "{" not in endpoint.path}
+            known = ", ".join(sorted(paths))
+            message = f"There is no {exchange.path[:200]} here. Known paths: {known}"
             raise ApiError(message, status=404, code="unknown_url")
+        for match, endpoint in found:
+            if endpoint.method == exchange.method:
+                check_access(self._context.access, endpoint.api, exchange)
+                await endpoint.handler(exchange, match.groupdict())
+                return
+        check_access(self._context.access, found[0][1].api, exchange)
+        allowed = ", ".join([endpoint.method for _, endpoint in found])
+        raise ApiError(f"{exchange.method} is not allowed here, {allowed} is", status=405)
 
-    def _check(self, api: str, method: str, exchange: Exchange) -> None:
-        check_access(self._context.access, api, exchange)
-        if exchange.method != method:
-            raise ApiError(f"{exchange.method} is not allowed here, {method} is", status=405)
+    def _find(self, path: str) -> list[tuple[re.Match[str], Endpoint]]:
+        """Return the endpoints of a path, one for each method."""
+        matches = [(pattern.fullmatch(path), endpoint) for pattern, endpoint in self._patterns]
+        return [(match, endpoint) for match, endpoint in matches if match is not None]
 
-    async def _complete(self, path: str, exchange: Exchange) -> None:
-        if self._state.draining:
-            raise Unavailable("the server is shutting down and takes no new requests")
-        if exchange.header(b"content-encoding").lower() not in (b"", b"identity"):
-            raise ApiError("Unsupported content-encoding, only 'identity' is supported.")
-        began = time.monotonic_ns()
-        body = await exchange.read_body(self._context.http_max_input_bytes)
-        with exchange.cancel_on_disconnect():
-            call = await _CALLS[path](body, self._registry)
-            operation = CHAT if path == "/v1/chat/completions" else TEXT_COMPLETION
-            trace = self._context.trace.begin(call.model.entry.name, exchange.headers, operation)
-            with TracedExchange(exchange, trace, began):
-                await self._answer(call, trace, exchange)
+    async def _list_models(self, exchange: Exchange, parameters: Parameters) -> None:
+        models = [model.document(self._started) for model in await list_models(self._registry)]
+        await exchange.respond(200, msgspec.json.encode({"object": "list", "data": models}))
 
-    async def _answer(self, call: Call, trace: RequestTrace | None, exchange: Exchange) -> None:
-        if trace is not None:
-            trace.stamp("HTTP_RECV_END")
-        traces = [trace, *[trace and trace.sibling() for _ in call.texts[1:]]]
-        requests = [
-            infer_request(call.model, text, call.id, trace)
-            for text, trace in zip(call.texts, traces, strict=True)
-        ]
-        answers = CallAnswers(call.model, requests, call.texts[0].sequences)
-        answer = answer_stream if call.stream else answer_whole
-        try:
-            await answer(call, answers, exchange)
-        except InferenceError as error:
-            raise as_api_error(error, call.id, call.guided_by) from error
+    async def _describe_model(self, exchange: Exchange, parameters: Parameters) -> None:
+        model = await find_model(self._registry, unquote(parameters["rest"]))
+        await exchange.respond(200, msgspec.json.encode(model.document(self._started)))

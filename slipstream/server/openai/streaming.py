@@ -1,21 +1,62 @@
-"""Sends the answers to a call: as one JSON document, or as server-sent events."""
+"""Runs the calls of endpoints that generate, and sends their answers whole or as events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
-import msgspec
-
-from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.http.exchange import EVENTS, JSON, Exchange
-from slipstream.server.openai.calls import Call, Document
-from slipstream.server.openai.errors import as_api_error
+from slipstream.server.http.routes import TracedExchange
+from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.errors import InferenceError, Unavailable
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.inference import ModelRegistry, RequestTrace
+from slipstream.server.openai.calls import Call
+from slipstream.server.openai.errors import ApiError, as_api_error
 from slipstream.server.openai.fields import ignored_header
-from slipstream.server.openai.generation import CallAnswers
+from slipstream.server.openai.generation import CallAnswers, infer_request
 from slipstream.server.text.threads import in_thread_if_long
 
-DONE = b"data: [DONE]\n\n"
+ReadCall = Callable[[bytes, ModelRegistry], Awaitable[Call]]
+
+
+class CallService:
+    """Answers calls. Access was checked before; errors are ApiErrors, for the route to write."""
+
+    def __init__(self, registry: ModelRegistry, state: ServerState, context: ServerContext) -> None:
+        self._registry = registry
+        self._state = state
+        self._context = context
+
+    async def answer(self, exchange: Exchange, read_call: ReadCall, operation: str) -> None:
+        """`operation`: the name of this kind of call in traces."""
+        if self._state.draining:
+            raise Unavailable("the server is shutting down and takes no new requests")
+        if exchange.header(b"content-encoding").lower() not in (b"", b"identity"):
+            raise ApiError("Unsupported content-encoding, only 'identity' is supported.")
+        began = time.monotonic_ns()
+        body = await exchange.read_body(self._context.http_max_input_bytes)
+        with exchange.cancel_on_disconnect():
+            call = await read_call(body, self._registry)
+            trace = self._context.trace.begin(call.model.entry.name, exchange.headers, operation)
+            with TracedExchange(exchange, trace, began):
+                await self._generate(call, trace, exchange)
+
+    async def _generate(self, call: Call, trace: RequestTrace | None, exchange: Exchange) -> None:
+        if trace is not None:
+            trace.stamp("HTTP_RECV_END")
+        traces = [trace, *[trace and trace.sibling() for _ in call.texts[1:]]]
+        requests = [
+            infer_request(call.model, text, call.id, trace)
+            for text, trace in zip(call.texts, traces, strict=True)
+        ]
+        answers = CallAnswers(call.model, requests, call.texts[0].sequences)
+        answer = answer_stream if call.stream else answer_whole
+        try:
+            await answer(call, answers, exchange)
+        except InferenceError as error:
+            raise as_api_error(error, call.id, call.guided_by) from error
 
 
 async def answer_whole(call: Call, answers: CallAnswers, exchange: Exchange) -> None:
@@ -25,13 +66,12 @@ async def answer_whole(call: Call, answers: CallAnswers, exchange: Exchange) -> 
     scores = sum(
         len(choice.log_probs) + sum(map(len, choice.top_log_probs)) for choice in answers.choices
     )
-    body = await in_thread_if_long(scores, lambda: msgspec.json.encode(call.document(answers)))
+    body = await in_thread_if_long(scores, call.writer.whole, answers)
     await exchange.respond(200, body, JSON, ignored_header(call.ignored))
 
 
 async def answer_stream(call: Call, answers: CallAnswers, exchange: Exchange) -> None:
     """Send the answers as events. An error is raised before the first event, then it is one."""
-    events = EventWriter(call, answers)
     started = False
     try:
         async with aclosing(answers.outputs()) as arrivals:
@@ -39,53 +79,12 @@ async def answer_stream(call: Call, answers: CallAnswers, exchange: Exchange) ->
                 if not started:
                     exchange.start_chunks(200, EVENTS, ignored_header(call.ignored))
                     started = True
-                if written := events.write(index, output):
+                if written := call.writer.events(answers, index, output):
                     await exchange.send_chunk(written)
     except Exception as error:
         if not started:
             raise
         problem = as_api_error(error, call.id, call.guided_by)
-        await exchange.end_chunks(b"data: " + problem.body() + b"\n\n")
+        await exchange.end_chunks(call.writer.failure(problem))
         return
-    await exchange.end_chunks(events.end())
-
-
-class EventWriter:
-    """Writes the events of one stream. All parts but the choices are encoded once."""
-
-    def __init__(self, call: Call, answers: CallAnswers) -> None:
-        self._call = call
-        self._answers = answers
-        self._opened: set[int] = set()
-        self._begin = (
-            b"data: "
-            + msgspec.json.encode(call.head(call.choice_writer.chunk_object))[:-1]
-            + b',"choices":['
-        )
-        self._end = (b'],"usage":null}' if call.include_usage else b"]}") + b"\n\n"
-
-    def write(self, index: int, output: TextOutput) -> bytes:
-        """Return the events of an output. There are none for a part of a character."""
-        events = [
-            self._begin + msgspec.json.encode(choice) + self._end
-            for choice in self._choices(index, output)
-        ]
-        return b"".join(events)
-
-    def _choices(self, index: int, output: TextOutput) -> Iterator[Document]:
-        choice_writer = self._call.choice_writer
-        if index not in self._opened:
-            self._opened.add(index)
-            opening = choice_writer.opening(index, output)
-            if opening is not None:
-                yield opening
-        yield from choice_writer.pieces(index, output)
-        if output.finish_reason:
-            yield choice_writer.ending(index, self._answers.choices[index])
-
-    def end(self) -> bytes:
-        """Return the last events: the usage, if requested, and the end mark."""
-        if not self._call.include_usage:
-            return DONE
-        usage = msgspec.json.encode(self._answers.usage())
-        return self._begin + b'],"usage":' + usage + b"}\n\n" + DONE
+    await exchange.end_chunks(call.writer.end(answers))

@@ -10,10 +10,10 @@ from typing import Any
 
 from slipstream.engine.constraints.guided import GuideError, check_guide
 from slipstream.engine.sampling_params import Guide
-from slipstream.server.openai.call_formats import MARKED, CallFormat, find_format, force_call
 from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import ChatFields
 from slipstream.server.openai.models import OpenAIModel
+from slipstream.server.openai.tools.call_formats import MARKED, CallFormat, find_format, force_call
 
 _MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -8,38 +8,15 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
 
-from slipstream.server.openai.call_formats import BARE, MARKED, CallFormat
+from slipstream.server.openai.parts import CallArguments, CallStart, Part, PartReader, ToolCall
+from slipstream.server.openai.tools.call_formats import BARE, MARKED, CallFormat
 
 OPEN = MARKED.open
 CLOSE = MARKED.close
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    id: str
-    name: str
-    arguments: str  # JSON
-
-    def document(self) -> dict[str, object]:
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
-
-
-class Reader(Protocol):
-    calls: int  # number of calls found
-
-    def push(self, text: str, last: bool = False) -> Iterator[str | ToolCall]:
-        """Yield the text and calls that are complete. `last`: no more text follows."""
-        ...
-
-
-def call_reader(call_format: CallFormat) -> Reader:
+def call_reader(call_format: CallFormat) -> PartReader:
     return CallReader() if call_format is MARKED else BareCallReader()
 
 
@@ -51,7 +28,7 @@ class BareCallReader:
         self._held = ""
         self._is_text = False
 
-    def push(self, text: str, last: bool = False) -> Iterator[str | ToolCall]:
+    def push(self, text: str, last: bool = False) -> Iterator[Part]:
         self._held += text
         may_be_call = self._held.startswith(BARE.open) or BARE.open.startswith(self._held)
         self._is_text = self._is_text or not may_be_call
@@ -60,7 +37,7 @@ class BareCallReader:
         call = None if self._is_text else _parse(self._held, BARE.arguments)
         if call is not None:
             self.calls += 1
-            yield call
+            yield from _call_parts(call)
         elif self._held:
             yield self._held
         self._held = ""
@@ -76,16 +53,14 @@ class CallReader:
         self._space = ""  # white space before that start
         self._after_call = False
 
-    def push(self, text: str, last: bool = False) -> Iterator[str | ToolCall]:
+    def push(self, text: str, last: bool = False) -> Iterator[Part]:
         self._held += text
         while (part := self._part()) is not None:
-            if part:
-                yield part
+            yield from _parts(part)
         if last and self._held:
             rest = self._rest()
             self._held = ""
-            if rest:
-                yield rest
+            yield from _parts(rest)
 
     def _part(self) -> str | ToolCall | None:
         """Return the next complete part, which may be empty, or None if more text must come."""
@@ -133,6 +108,18 @@ class CallReader:
             return self._space + OPEN + self._held
         self.calls += 1
         return call
+
+
+def _parts(part: str | ToolCall) -> Iterator[Part]:
+    if isinstance(part, ToolCall):
+        yield from _call_parts(part)
+    elif part:
+        yield part
+
+
+def _call_parts(call: ToolCall) -> Iterator[Part]:
+    yield CallStart(call.id, call.name)
+    yield CallArguments(call.arguments)
 
 
 def _partial_mark(text: str) -> int:
