@@ -102,7 +102,8 @@ _TOKEN_CHOICE = (
         "temperature",
         "FP32",
         Range(0.0),
-        "Divides the logits before sampling. 0: greedy.",
+        "Divides the logits before [sampling](requests.md#which-settings-sample). 0: greedy.",
+        default_note="1 (`LLM`: 0)",
         openai="temperature",
         openai_default=1.0,
     ),
@@ -149,7 +150,6 @@ _TOKEN_CHOICE = (
         _FRACTION_ABOVE_0,
         "Multiplies `top_p` after each token.",
         engine="runtime_top_p_decay",
-        enables_sampling=True,
         conflicts=(BEAM_SEARCH, DRAFT_MODEL),
     ),
     _sampling(

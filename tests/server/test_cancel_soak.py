@@ -130,9 +130,7 @@ async def leave_at_random(port: int, draw: random.Random) -> str:
         "end_id": -1,
         "stream": True,
     }
-    body |= draw.choice(
-        [{}, {"temperature": 0.8}, {"return_log_probs": True}, {"stop_words": ["1 2 3"]}]
-    )
+    body |= draw.choice([{}, {"top_p": 0.8}, {"return_log_probs": True}, {"stop_words": ["1 2 3"]}])
     way = draw.choice(
         [
             "in the request",

@@ -177,8 +177,17 @@ def test_every_input_of_the_templates_is_in_the_table() -> None:
         ({}, True, 0.0, 0, 1.0),
         ({"top_k": 0, "top_p": 0.0}, True, 0.0, 0, 1.0),
         ({"temperature": 0.0, "top_p": 0.9}, True, 0.0, 0, 0.9),
-        ({"temperature": 0.7}, False, 0.7, 0, 1.0),
+        ({"temperature": 0.7}, True, 0.0, 0, 1.0),
+        ({"temperature": 1.0, "random_seed": 3}, True, 0.0, 0, 1.0),
+        ({"temperature": 0.7, "top_k": 0, "top_p": 0.0}, True, 0.0, 0, 1.0),
+        ({"temperature": 0.7, "top_p_decay": 0.5}, True, 0.0, 0, 1.0),
+        ({"temperature": 0.7, "num_return_sequences": 3}, True, 0.0, 0, 1.0),
         ({"top_k": 1, "temperature": 0.7}, True, 0.0, 1, 1.0),
+        ({"top_k": 1, "top_p": 0.9, "temperature": 0.7}, True, 0.0, 1, 0.9),
+        ({"top_k": 1, "min_p": 0.1}, True, 0.0, 1, 1.0),
+        ({"temperature": 0.7, "top_p": 1.0}, False, 0.7, 0, 1.0),
+        ({"temperature": 0.7, "top_k": 40, "top_p": 0.0}, False, 0.7, 40, 1.0),
+        ({"temperature": 0.7, "min_p": 0.1}, False, 0.7, 0, 1.0),
         ({"top_k": 40}, False, 1.0, 40, 1.0),
         ({"top_p": 0.5}, False, 1.0, 0, 0.5),
         ({"temperature": 0.5, "top_k": 5, "top_p": 0.9}, False, 0.5, 5, 0.9),
@@ -196,10 +205,20 @@ def test_fields_that_enable_sampling(
     assert (params.temperature, params.top_k, params.top_p) == (temperature, top_k, top_p)
 
 
+@pytest.mark.parametrize(
+    ("fields", "temperature"),
+    [({}, 0.0), ({"temperature": 0.7}, 0.7), ({"temperature": 0.7, "top_k": 1}, 0.7)],
+)
+def test_temperature_divides_the_logits_of_a_beam_search(
+    fields: dict[str, object], temperature: float
+) -> None:
+    assert sampling(beam_width=4, **fields).temperature == temperature
+
+
 def test_seed_is_the_clients_or_random() -> None:
     assert sampling(random_seed=42).seed == 42
     assert sampling(random_seed=0).seed == 0
-    assert len({sampling(temperature=1.0).seed for _ in range(8)}) == 8
+    assert len({sampling(top_p=0.9).seed for _ in range(8)}) == 8
     assert all(0 <= sampling().seed < 2**64 for _ in range(8))
 
 
@@ -223,6 +242,7 @@ def test_an_undeclared_field_may_be_a_request_parameter(
     name: str, value: float, attribute: str
 ) -> None:
     asked = request(max_tokens=8)
+    asked.parameters["top_p"] = 0.9  # without it the temperature has no effect
     asked.parameters[name] = value
     params = sampling_params(read_request_fields(asked, {}), lambda word: list(word.encode()))
     assert getattr(params, attribute) == value

@@ -67,7 +67,7 @@ class Clients:
         body |= draw.choice(
             [
                 {},
-                {"temperature": 0.8, "random_seed": 3},
+                {"temperature": 0.8, "top_p": 1.0, "random_seed": 3},
                 {"return_log_probs": True},
                 {"stop_words": ["7 8"], "bad_words": ["5"]},
                 {"repetition_penalty": 1.2},

@@ -311,7 +311,11 @@ def test_sampling_fields_reach_the_engine(server):
 async def test_embedding_bias_and_word_ids_of_the_engine_model(engine_folder, tmp_path):
     repo = write_declared(tmp_path / "repo", engine_folder)
     async with running(engine_folder, repo.parent, keep=True) as stack:
-        drawn = [tensor("temperature", [2.0], "FP32"), tensor("random_seed", [5], "UINT64")]
+        drawn = [
+            tensor("temperature", [2.0], "FP32"),
+            tensor("runtime_top_p", [1.0], "FP32"),
+            tensor("random_seed", [5], "UINT64"),
+        ]
 
         async def answer(*inputs: Any) -> Any:
             ((result, error),) = await ask(

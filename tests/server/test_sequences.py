@@ -159,7 +159,7 @@ def test_invalid_beam_search_fields_are_refused_by_name(server, fields, words):
 
 
 def test_samples_have_their_own_seeds_and_are_reproducible(server):
-    drawing = {"temperature": 1.5, "random_seed": 7, "max_tokens": 8}
+    drawing = {"temperature": 1.5, "top_p": 1.0, "random_seed": 7, "max_tokens": 8}
     alone = server.ask("chat", **drawing)["text_output"]
     three = server.ask("chat", **drawing, num_return_sequences=3)
     assert three["text_output"][0] == alone
@@ -171,7 +171,13 @@ def test_samples_have_their_own_seeds_and_are_reproducible(server):
 
 
 def test_pieces_of_a_stream_have_the_index_of_their_sample(server):
-    drawing = {"temperature": 1.5, "random_seed": 7, "max_tokens": 8, "num_return_sequences": 3}
+    drawing = {
+        "temperature": 1.5,
+        "top_p": 1.0,
+        "random_seed": 7,
+        "max_tokens": 8,
+        "num_return_sequences": 3,
+    }
     whole = server.ask("chat", **drawing)["text_output"]
     joined = ["", "", ""]
     for event in server.ask("chat", "generate_stream", stream=True, **drawing):
@@ -183,6 +189,7 @@ def test_the_scores_of_the_prompt_are_sent_once(server):
     asked = {
         "return_prompt_log_probs": True,
         "temperature": 1.5,
+        "top_p": 1.0,
         "random_seed": 7,
         "num_return_sequences": 3,
     }
@@ -293,7 +300,7 @@ def test_concurrent_beams_and_samples_equal_those_of_single_requests(server):
 
     kinds = [
         {"beam_width": 3},
-        {"num_return_sequences": 3, "temperature": 1.3, "random_seed": 5},
+        {"num_return_sequences": 3, "temperature": 1.3, "top_p": 1.0, "random_seed": 5},
         {},
         {"beam_width": 2, "length_penalty": 1.0},
     ]

@@ -10,13 +10,19 @@ from typing import Any
 import numpy
 
 from slipstream.cli.arguments import Parser, add_verbose
-from slipstream.cli.compat.request_flags import PENALTIES, add_penalties, add_token_ids
+from slipstream.cli.compat.request_flags import (
+    PENALTIES,
+    SAMPLING,
+    add_penalties,
+    add_sampling,
+    add_token_ids,
+)
 from slipstream.cli.connections import connect_grpc
 from slipstream.client.connection import Answer, Request, ServerError
 from slipstream.client.tensors import Array, scalar, text_list, texts
 from slipstream.client.token_request import lora_arrays
 
-_NUMBERS = ("temperature", *PENALTIES, "end_id", "pad_id", "num_return_sequences")
+_NUMBERS = (*SAMPLING, *PENALTIES, "end_id", "pad_id", "num_return_sequences")
 # input tensor that asks for a further output: its description
 _FURTHER_OUTPUTS = {
     "return_context_logits": "Ask for the logits of the prompt.",
@@ -84,11 +90,7 @@ def _add_sampling(parser: Parser) -> None:
     )
     add("-b", "--beam-width", type=int, default=1, help="Number of beams of a beam search.")
     add("-n", "--num-return-sequences", type=int, help="Number of answers to sample (default: 1).")
-    add(
-        "--temperature",
-        type=float,
-        help="Divide the logits by this before sampling (default: greedy).",
-    )
+    add_sampling(parser)
     add_penalties(parser)
     add("--stop-words", nargs="+", default=[], metavar="TEXT", help="Texts that end the answer.")
     add("--bad-words", nargs="+", default=[], metavar="TEXT", help="Texts that are not generated.")

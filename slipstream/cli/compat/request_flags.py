@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from slipstream.cli.arguments import ArgumentContainer
 
 PENALTIES = {
@@ -9,6 +11,23 @@ PENALTIES = {
     "presence_penalty": "Subtract this from the logits of tokens already generated",
     "frequency_penalty": "Subtract this, times their count, from the logits of generated tokens",
 }
+
+
+# field of a text model: type and description of its option
+SAMPLING: Mapping[str, tuple[type, str]] = {
+    "temperature": (
+        float,
+        "Divide the logits by this; no effect without top-k or top-p (default: 1).",
+    ),
+    "top_k": (int, "Sample from this many most likely tokens (default: greedy)."),
+    "top_p": (float, "Sample from the most likely tokens with this total probability."),
+}
+
+
+def add_sampling(parser: ArgumentContainer) -> None:
+    """Add the options that sample. A temperature alone is greedy, as on upstream's server."""
+    for name, (kind, text) in SAMPLING.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
 
 
 def add_penalties(parser: ArgumentContainer) -> None:

@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 import numpy
 
 from slipstream.cli.arguments import Parser, add_verbose
-from slipstream.cli.compat.request_flags import PENALTIES, add_penalties, add_token_ids
+from slipstream.cli.compat.request_flags import (
+    PENALTIES,
+    SAMPLING,
+    add_penalties,
+    add_sampling,
+    add_token_ids,
+)
 from slipstream.cli.connections import closing_connection, connect_grpc
 from slipstream.client.connection import Connection, Request
 from slipstream.client.tensors import Array, scalar
@@ -66,11 +72,7 @@ def _add_sampling(parser: Parser) -> None:
         metavar="TOKENS",
         help="Maximum number of tokens to generate.",
     )
-    add(
-        "--temperature",
-        type=float,
-        help="Divide the logits by this before sampling (default: greedy).",
-    )
+    add_sampling(parser)
     add_penalties(parser)
     add_token_ids(parser)
     add("--request-id", default="1", metavar="ID", help="Id of every request.")
@@ -152,9 +154,10 @@ def _continue(
     ):
         if prepared[source].size and prepared[source].max() > 0:
             inputs[tensor] = prepared[source]
-    for name in ("temperature", *PENALTIES):
+    for name in (*SAMPLING, *PENALTIES):
         if getattr(given, name) is not None:
-            inputs[name] = scalar(getattr(given, name))
+            tensor = f"runtime_{name}" if name.startswith("top_") else name
+            inputs[tensor] = scalar(getattr(given, name))
     if draft_tokens:
         inputs["draft_input_ids"] = numpy.array([draft_tokens], dtype=numpy.int32)
     answer = connection.infer(Request(model, inputs, request_id=given.request_id))

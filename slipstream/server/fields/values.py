@@ -19,7 +19,8 @@ from slipstream.engine.constraints.guided import KINDS
 from slipstream.engine.sampling_params import Guide, SamplingParams
 from slipstream.repository.config import ModelConfig
 from slipstream.request_fields.field import PYTHON_TYPES, Range, Words
-from slipstream.request_fields.table import ALIASES, BY_PARAMETER, COPIED, FIELDS
+from slipstream.request_fields.sampling_rules import triton_temperature
+from slipstream.request_fields.table import ALIASES, BY_PARAMETER, FIELDS
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.tensors import Tensor
@@ -46,11 +47,6 @@ UNDECLARED = (
 _TABLE_FIELDS = ("prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id")
 
 NEVER = -1  # value of end_id: no token ends the text
-
-# Parameters that turn sampling on, and the values that turn them off.
-_NARROWING = tuple(
-    (field.parameter, field.sampling_default) for field in COPIED if field.enables_sampling
-)
 
 EncodeWord = Callable[[str], list[int]]
 
@@ -266,9 +262,7 @@ def refuse_prompt_table(fields: RequestFields, engine: str) -> None:
 def sampling_params(fields: RequestFields, encode_word: EncodeWord) -> SamplingParams:
     """Return the sampling parameters of a request. `encode_word` returns the tokens of a text.
 
-    The default is greedy. A temperature turns sampling on. So do top_k above 1, top_p above 0 and
-    the other fields that narrow the choice, at temperature 1. A top_k of 1 and a temperature of 0
-    are greedy. A request without a seed gets a random one.
+    `triton_temperature` decides whether it samples. A request without a seed gets a random one.
     """
     values: dict[str, Any] = {"max_tokens": 0}
     for name, given in fields.items():
@@ -278,7 +272,7 @@ def sampling_params(fields: RequestFields, encode_word: EncodeWord) -> SamplingP
             values[field.parameter] = PYTHON_TYPES[field.datatype](value)
     if "seed" not in values:
         values["seed"] = secrets.randbits(64)
-    values["temperature"] = _temperature(values)
+    values["temperature"] = triton_temperature(values)
     values["top_p"] = values.get("top_p") or 1.0  # 0 means off, too
     end_id = fields.integer("end_id", NEVER)
     return SamplingParams(
@@ -287,17 +281,6 @@ def sampling_params(fields: RequestFields, encode_word: EncodeWord) -> SamplingP
         logit_bias=_logit_bias(fields, encode_word),
         guide=_guide(fields),
     )
-
-
-def _temperature(values: Mapping[str, Any]) -> float:
-    """Return the temperature. Without one, a field that narrows the choice turns sampling on."""
-    top_k = values.get("top_k", 0)
-    if top_k == 1:
-        return 0.0
-    if "temperature" in values:
-        return float(values["temperature"])
-    narrowed = any(values.get(parameter, off) != off for parameter, off in _NARROWING)
-    return 1.0 if narrowed or top_k > 1 or values.get("top_p", 0.0) > 0.0 else 0.0
 
 
 def sequence_count(fields: RequestFields) -> int:
