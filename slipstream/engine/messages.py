@@ -59,11 +59,17 @@ class Scores:
     generation_logits: bytes = b""  # logits of the step's tokens
     # log-probabilities of the next prompt tokens; the first token of a prompt has none
     prompt_log_probs: list[float] = field(default_factory=list)
+    # the likeliest tokens in the place of each of these prompt tokens, if requested
+    top_prompt_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    # the ranks of these prompt tokens by probability, from 1, if requested
+    prompt_ranks: list[int] = field(default_factory=list)
 
     def merge(self, newer: Scores) -> None:
         self.context_logits = _concatenate(self.context_logits, newer.context_logits)
         self.generation_logits = _concatenate(self.generation_logits, newer.generation_logits)
         self.prompt_log_probs += newer.prompt_log_probs
+        self.top_prompt_log_probs += newer.top_prompt_log_probs
+        self.prompt_ranks += newer.prompt_ranks
 
 
 def _concatenate(first: bytes, second: bytes) -> bytes:

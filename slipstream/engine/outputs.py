@@ -81,6 +81,8 @@ class OutputBuffer:
         collected = self.scores(owner)
         collected.context_logits += scores.context_logits[already_sent * 4 * vocab_size :]
         collected.prompt_log_probs += scores.prompt_log_probs[already_sent:]
+        collected.top_prompt_log_probs += scores.top_prompt_log_probs[already_sent:]
+        collected.prompt_ranks += scores.prompt_ranks[already_sent:]
         owner.scored = max(owner.scored, min(request.committed, owner.prompt_tokens))
         # Otherwise they are sent with the first token.
         if owner.scored < owner.prompt_tokens or owner.group is not None:

@@ -35,8 +35,8 @@ class ResultHandler:
         request.tokens.append(token)
         request.stats.record_token(self.now)
         self._counters.output_tokens += 1
-        if token in request.sampling.end_ids:  # the end token itself is not part of the output
-            self._finish(request, "stop")
+        if token in request.sampling.end_ids:
+            self._apply_end_token(request, result, index)
             return
         last = len(request.tokens) == request.limit
         log_prob = math.nan if result.log_probs is None else result.log_probs[index]
@@ -46,6 +46,14 @@ class ResultHandler:
         if last:
             request.finish("length")
             self._drop(request)
+
+    def _apply_end_token(self, request: Request, result: StepResult, index: int) -> None:
+        if not request.sampling.include_end:
+            self._finish(request, "stop")
+            return
+        self._emit(request, result, index, [result.tokens[index]], "stop")
+        request.finish("stop")
+        self._drop(request)
 
     def apply_tokens(self, request: Request, result: StepResult, index: int, drafts: int) -> None:
         """Apply the tokens that a request sampled after its last known token and after each of its
@@ -125,8 +133,8 @@ def _append_tokens(request: Request, tokens: list[int]) -> tuple[list[int], Fini
     taken: list[int] = []
     for token in tokens:
         request.tokens.append(token)
-        if token in request.sampling.end_ids:  # the end token itself is not part of the output
-            return taken, "stop"
+        if token in request.sampling.end_ids:
+            return [*taken, token] if request.sampling.include_end else taken, "stop"
         taken.append(token)
         if request.constraint is not None and request.constraint.complete(
             request.tokens[request.prompt_tokens :]

@@ -123,6 +123,7 @@ class Rows:
         self.end_ids: list[Tensor | None] = [None] * max_rows
         self.bad_words: list[BadWords | None] = [None] * max_rows
         self.bias: list[tuple[Tensor, Tensor] | None] = [None] * max_rows
+        self.allowed: list[Tensor | None] = [None] * max_rows  # tokens that a row may sample
         self.prompts = PromptTableRows(device)
         self.scoring: set[int] = set()  # rows whose prompt is scored at every position
         # the pages of the row's adapter; () without one
@@ -213,6 +214,7 @@ class Rows:
         self.bad_words[row] = (
             BadWords(sampling.bad_words, self.device) if sampling.bad_words else None
         )
+        self.allowed[row] = self._ids(sampling.allowed_tokens) if sampling.allowed_tokens else None
         self.bias[row] = None
         if sampling.logit_bias:
             tokens, weights = zip(*sampling.logit_bias, strict=True)

@@ -92,12 +92,16 @@ def to_result(sampled: Sampled) -> StepResult:
 
 
 def _adjust(logits: Tensor, p: SamplingParams, row: int, length: int, state: Rows) -> None:
-    """Apply bias, bad words, n-gram bans and the minimum length to one row's logits [vocab]."""
+    """Apply bias, allowed tokens, bans and the minimum length to one row's logits [vocab]."""
     bias = state.bias[row]
     bad_words = state.bad_words[row]
     end_ids = state.end_ids[row]
     if bias is not None:
         logits.index_add_(0, *bias)
+    if (allowed := state.allowed[row]) is not None:
+        kept = logits[allowed]
+        logits.fill_(-math.inf)
+        logits[allowed] = kept
     if p.no_repeat_ngram:
         _ban(logits, *repeats(state.tokens[row, :length], p.no_repeat_ngram))
     if bad_words is not None:

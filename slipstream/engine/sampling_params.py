@@ -63,11 +63,17 @@ class SamplingParams(BaseSamplingParams):
     # texts that end a beam; for other requests the caller looks for stop words in the text
     stop_texts: tuple[str, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, value added to its logit)
+    allowed_tokens: tuple[int, ...] = ()  # tokens that may be sampled, end ids included; (): all
     guide: Guide | None = None
     # when a beam search ends. 1: at `beam_width` finished beams; 0: when a better one is unlikely;
     # otherwise: when none can be better
     early_stopping: int = 1
     timing: bool = False  # report timestamps when the request ends
+    # number of likeliest tokens to report for every prompt token but the first
+    top_prompt_log_probs: int = 0
+    # report how many tokens are at least as likely as each prompt token but the first
+    prompt_ranks: bool = False
+    include_end: bool = False  # the output includes the end token
 
     @property
     def beams(self) -> bool:
@@ -90,6 +96,7 @@ class SamplingParams(BaseSamplingParams):
             self.penalised
             or self.bad_words
             or self.logit_bias
+            or self.allowed_tokens
             or self.min_tokens
             or self.no_repeat_ngram
             or self.constrained

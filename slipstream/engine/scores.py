@@ -76,6 +76,9 @@ class PromptLogits(NamedTuple):
     entry: int  # index of the row in the plan
     logits: Tensor | None  # [positions, vocab] float32, if the request asks for them
     log_probs: Tensor | None  # [positions or one less]: of the token after each position
+    # the likeliest tokens after each position, [positions or one less, n]: ids, log-probabilities
+    top: tuple[Tensor, Tensor] | None
+    ranks: Tensor | None  # [positions or one less]: of the token after each position, from 1
 
 
 def prompt_logits(logits: Tensor, selection: LogitSelection, state: Rows) -> list[PromptLogits]:
@@ -85,24 +88,41 @@ def prompt_logits(logits: Tensor, selection: LogitSelection, state: Rows) -> lis
         values = logits[part.start : part.stop].float()
         sampling = state.sampling[part.row]
         log_probs = None
+        top = None
+        ranks = None
         if sampling.prompt_log_probs:
             stop = min(part.position + len(values) + 1, state.prompt_tokens[part.row])
             # No prompt token follows the last one.
             following = state.tokens[part.row, part.position + 1 : stop]
-            log_probs = (
-                values[: len(following)].log_softmax(dim=-1).gather(-1, following[:, None])[:, 0]
-            )
+            likelihood = values[: len(following)].log_softmax(dim=-1)
+            chosen = likelihood.gather(-1, following[:, None])
+            log_probs = chosen[:, 0]
+            if count := min(sampling.top_prompt_log_probs, likelihood.shape[-1]):
+                likeliest, ids = likelihood.topk(count)
+                top = (ids, likeliest)
+            if sampling.prompt_ranks:
+                ranks = (likelihood >= chosen).sum(dim=-1)
         copied = values.clone() if sampling.context_logits else None
-        found.append(PromptLogits(part.entry, copied, log_probs))
+        found.append(PromptLogits(part.entry, copied, log_probs, top, ranks))
     return found
 
 
 def to_scores(found: Sequence[PromptLogits]) -> dict[int, Scores]:
     """Copy scores to the host, by plan entry. Waits for the device."""
     return {
-        entry: Scores(
-            context_logits=b"" if logits is None else logits.cpu().numpy().tobytes(),
-            prompt_log_probs=[] if log_probs is None else log_probs.tolist(),
+        prompt.entry: Scores(
+            context_logits=b"" if prompt.logits is None else prompt.logits.cpu().numpy().tobytes(),
+            prompt_log_probs=[] if prompt.log_probs is None else prompt.log_probs.tolist(),
+            top_prompt_log_probs=[] if prompt.top is None else _pairs(*prompt.top),
+            prompt_ranks=[] if prompt.ranks is None else prompt.ranks.tolist(),
         )
-        for entry, logits, log_probs in found
+        for prompt in found
     }
+
+
+def _pairs(ids: Tensor, log_probs: Tensor) -> list[list[tuple[int, float]]]:
+    """Return [positions, n] tokens with their log-probabilities, one list for each position."""
+    return [
+        list(zip(tokens, values, strict=True))
+        for tokens, values in zip(ids.tolist(), log_probs.tolist(), strict=True)
+    ]

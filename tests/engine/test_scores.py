@@ -9,6 +9,7 @@ from run_engine import all_logits, engine
 from run_outputs import ALL, matrix, run
 from tiny_models import VOCABULARY, config_of, random_model
 
+from slipstream.engine.messages import Scores
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.weights.build import build_engine
@@ -70,6 +71,57 @@ def test_logits_and_prompt_log_probs_equal_one_pass_over_the_whole_sequence(fold
         torch.testing.assert_close(generated, expected[len(prompt) - 1 : -1], atol=1e-3, rtol=1e-3)
         log_probs = expected.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
         assert np.allclose(scores.prompt_log_probs, log_probs, atol=1e-3)
+        check_likeliest(scores, expected[: len(prompt) - 1].log_softmax(-1), log_probs)
+
+
+def check_likeliest(scores: Scores, all_log_probs: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Check the likeliest tokens and the ranks of a prompt, [positions, vocab] and [positions]."""
+    values, ids = all_log_probs.topk(3)
+    found = scores.top_prompt_log_probs
+    assert np.allclose([[value for _, value in top] for top in found], values, atol=1e-3)
+    gaps = values[:, :-1] - values[:, 1:] > 1e-3  # closer ones may change places
+    first = [top[0][0] for top in found]
+    assert all(
+        a == b for a, b, far in zip(first, ids[:, 0].tolist(), gaps[:, 0], strict=True) if far
+    )
+    ranks = (all_log_probs >= chosen[:, None]).sum(-1)
+    assert np.mean(np.array(scores.prompt_ranks) == ranks.numpy()) > 0.9
+    assert np.abs(np.array(scores.prompt_ranks) - ranks.numpy()).max() <= 2
+
+
+def test_the_end_token_is_in_the_output_where_it_is_included(folder):
+    prompt = some_prompts(1)[0]
+    free = run(engine(folder), [GenerateRequest(1, prompt, SamplingParams(max_tokens=8))]).tokens[1]
+    ends = (free[3],)
+    place = free.index(free[3])
+    for sampling, tokens in (
+        (SamplingParams(max_tokens=8, end_ids=ends), free[:place]),
+        (SamplingParams(max_tokens=8, end_ids=ends, include_end=True), free[: place + 1]),
+        (SamplingParams(max_tokens=place + 1, end_ids=ends, include_end=True), free[: place + 1]),
+    ):
+        for lookup in ({}, {"lookup_tokens": 4}):
+            found = run(engine(folder, **lookup), [GenerateRequest(1, prompt, sampling)])
+            assert found.tokens[1] == tokens
+            assert found.reasons[1] == "stop"
+
+
+def test_only_allowed_tokens_are_sampled(folder):
+    prompt = some_prompts(1)[0]
+    allowed = (3, 11, 40, 41)
+    for sampling in (
+        SamplingParams(max_tokens=30, allowed_tokens=allowed),
+        SamplingParams(max_tokens=30, allowed_tokens=allowed, temperature=2.0, seed=1, top_p=0.9),
+        SamplingParams(
+            max_tokens=30, allowed_tokens=allowed, repetition_penalty=1.5, logit_bias=((5, 100.0),)
+        ),
+    ):
+        tokens = run(engine(folder), [GenerateRequest(1, prompt, sampling)]).tokens[1]
+        assert set(tokens) <= set(allowed)
+        assert len(tokens) == 30
+    logits = all_logits(folder, torch.float32, [prompt])[0][-1]
+    best = allowed[logits[list(allowed)].argmax()]
+    greedy = SamplingParams(max_tokens=1, allowed_tokens=allowed)
+    assert run(engine(folder), [GenerateRequest(1, prompt, greedy)]).tokens[1] == [best]
 
 
 def test_scores_change_no_token(folder):

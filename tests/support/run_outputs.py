@@ -13,6 +13,8 @@ ALL = {
     "context_logits": True,
     "generation_logits": True,
     "prompt_log_probs": True,
+    "top_prompt_log_probs": 3,
+    "prompt_ranks": True,
     "log_probs": True,
 }
 

@@ -72,7 +72,14 @@ def sampling_of_sequence(sampling: SamplingParams, index: int) -> SamplingParams
     The scores of the prompt are the same for all sequences and come with the first.
     """
     seed = (sampling.seed + index * _SEED_STEP) % _SEEDS
-    return replace(sampling, seed=seed, prompt_log_probs=False, context_logits=False)
+    return replace(
+        sampling,
+        seed=seed,
+        prompt_log_probs=False,
+        top_prompt_log_probs=0,
+        prompt_ranks=False,
+        context_logits=False,
+    )
 
 
 async def merge_streams(
