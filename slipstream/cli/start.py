@@ -82,6 +82,11 @@ def _add_ports(parser: Parser) -> None:
         help="Port for metrics; 0: any free port.",
     )
     group.add_argument(
+        "--http-metrics",
+        action="store_true",
+        help="Serve /metrics on the HTTP port, too.",
+    )
+    group.add_argument(
         "--grpc-transport",
         choices=["core", "aio"],
         default="core",
@@ -183,6 +188,7 @@ def _server_options(given: Namespace) -> ServerOptions:
         grpc=Port(given.grpc_port, given.address),
         grpc_settings={"transport": given.grpc_transport},
         metrics=Port(given.metrics_port, given.address),
+        http_metrics=given.http_metrics,
         exit_timeout_seconds=given.exit_timeout_secs,
         access=access,
         allow_python_models=given.allow_python_models,

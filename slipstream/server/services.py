@@ -12,10 +12,10 @@ from slipstream.repository.reading import Reading
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.grpc.options import GrpcOptions, add_port
 from slipstream.server.grpc.service import create_grpc_server
-from slipstream.server.http.exchange import TEXT, Exchange, Handler
 from slipstream.server.http.health_probes import HealthProbes
 from slipstream.server.http.routes import HttpRoutes
 from slipstream.server.http.server import HttpServer
+from slipstream.server.http.server_info import ServerInfo, serve_metrics
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
@@ -41,29 +41,21 @@ def create_context(**settings: Any) -> ServerContext:
 
 
 def create_app(
-    registry: ModelRegistry, state: ServerState, context: ServerContext | None = None
+    registry: ModelRegistry,
+    state: ServerState,
+    context: ServerContext | None = None,
+    metrics: ServerMetrics | None = None,
 ) -> HttpRoutes:
     """Return the handler of the HTTP port, with Triton's and OpenAI's routes.
 
-    Without a context the models are fixed and no key is needed.
+    Without a context the models are fixed and no key is needed. `metrics`: those that the HTTP port
+    serves.
     """
     context = context or create_context()
     openai = OpenAIRoutes(registry, state, context)
     probes = HealthProbes(registry, state)
-    return HttpRoutes(registry, state, context, [openai.group(), probes.group()])
-
-
-def serve_metrics(metrics: ServerMetrics) -> Handler:
-    """Return the handler of the metrics port. As in Triton, any other path is an empty 200."""
-
-    async def answer(exchange: Exchange) -> None:
-        if exchange.method != "GET":
-            await exchange.respond(405, b'{"error":"Method Not Allowed"}', TEXT)
-            return
-        body = metrics.render().encode() if exchange.path == "/metrics" else b""
-        await exchange.respond(200, body, b"text/plain; charset=utf-8")
-
-    return answer
+    info = ServerInfo(state, metrics)
+    return HttpRoutes(registry, state, context, [openai.group(), probes.group(), info.group()])
 
 
 class Services:
@@ -98,7 +90,8 @@ class Services:
         engines.on_change = self._watch_engines
         context = _context(options, self.loader, trace)
         self._memory = context.memory
-        self._http = HttpServer(create_app(self.registry, state, context))
+        http_metrics = self.metrics if options.http_metrics else None
+        self._http = HttpServer(create_app(self.registry, state, context, http_metrics))
         self._metrics = HttpServer(serve_metrics(self.metrics))
         self._grpc_options = GrpcOptions(**options.grpc_settings)
         self._grpc = create_grpc_server(self.registry, state, context, self._grpc_options)

@@ -252,6 +252,8 @@ def test_the_documentation_has_the_routes_with_examples_that_run(serving):
         "/v1/models/{model}",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
     }
     assert [
         set(paths[path]["get"]["responses"]) for path in ("/v1/models", "/v1/models/{model}")

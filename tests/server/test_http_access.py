@@ -43,8 +43,16 @@ ROUTES = {
     ("POST", "/v1/chat/completions"): 400,
     ("POST", "/v1/completions"): 400,
     ("POST", "/v1/embeddings"): 404,
+    ("GET", "/ping"): 200,
+    ("GET", "/version"): 200,
+    ("GET", "/load"): 200,
+    ("GET", "/metrics"): 404,
+    ("POST", "/tokenize"): 400,
+    ("POST", "/detokenize"): 400,
 }
 ADMIN_ROUTES = {
+    ("POST", "/v1/load_lora_adapter"): 400,
+    ("POST", "/v1/unload_lora_adapter"): 400,
     ("POST", "/v2/repository/index"): 200,
     ("POST", "/v2/repository/models/m/load"): 503,
     ("POST", "/v2/repository/models/m/unload"): 503,

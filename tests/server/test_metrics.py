@@ -23,7 +23,7 @@ from slipstream.server.kserve.inference import (
 )
 from slipstream.server.metrics.prometheus_text import Family
 from slipstream.server.metrics.server_metrics import ModelCounters, ServerMetrics
-from slipstream.server.services import serve_metrics
+from slipstream.server.http.server_info import serve_metrics
 
 GOLDEN = Path(__file__).parents[1] / "conformance" / "golden"
 

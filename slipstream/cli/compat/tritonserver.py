@@ -175,6 +175,7 @@ def server_options(given: FlagValues) -> Any:
             given["metrics-address"] or given["http-address"],
             given["allow-metrics"],
         ),
+        http_metrics=given["http-metrics"],
         control_mode=given["model-control-mode"],
         load_models=tuple(given["load-model"]),
         poll_seconds=max(1.0, given["repository-poll-secs"]),

@@ -138,6 +138,7 @@ _METRICS_AND_LOG = {
         "", "IP address that metrics listen on (default: the --http-address)."
     ),
     "metrics-port": _integer(8002, "Port for metrics."),
+    "http-metrics": _boolean(False, "Serve /metrics on the HTTP port, too."),
     "metrics-config": _texts("Metrics setting: <setting>=<value>"),
     "log-verbose": _integer(0, "Level of verbose log lines; 0: none."),
     "log-info": _boolean(True, "Write INFO lines."),

@@ -1,4 +1,6 @@
-"""The LoRA adapter of a request: sent as tensors, or selected by a task id or a folder name.
+"""The LoRA adapter of a request: sent as tensors, or selected by a task id or a name.
+
+Named adapters are folders: those below one configured folder, and those added at run time.
 
 An adapter's number is a hash of its content, so that the engine recognises an adapter that is sent
 twice, whatever its name. A task id means the adapter that was last sent with it, while the engine
@@ -36,6 +38,7 @@ class AdapterRegistry:
     def __init__(self, folder: Path | None = None) -> None:
         """`folder` has a subfolder for each adapter that requests can name."""
         self._folder = folder
+        self._added: dict[str, Path] = {}  # name → folder of the adapters added at run time
         self._tasks: OrderedDict[int, int] = OrderedDict()  # task id → number of the adapter
 
     async def select(self, fields: RequestFields) -> AdapterUse | None:
@@ -54,11 +57,7 @@ class AdapterRegistry:
         """Return the adapter in a folder. If its files change, it gets another number."""
         if not folder.is_dir():
             raise InferenceError(f"{name}: there is no folder {folder}", Code.NOT_FOUND)
-        stamps = [
-            f"{file}:{(folder / file).stat().st_mtime_ns}"
-            for file in _WEIGHT_FILES
-            if (folder / file).is_file()
-        ]
+        stamps = [_stamp(folder / file) for file in _WEIGHT_FILES if (folder / file).is_file()]
         number = _number(str(folder.resolve()).encode(), *(stamp.encode() for stamp in stamps))
         return AdapterUse(number, name, AdapterSource(folder=str(folder.resolve())))
 
@@ -84,17 +83,32 @@ class AdapterRegistry:
 
     def names(self) -> list[str]:
         """Return the names of the adapters that requests can name now."""
-        if self._folder is None or not self._folder.is_dir():
-            return []
-        return sorted(path.name for path in self._folder.iterdir() if _holds_adapter(path))
+        found = set(self._added)
+        if self._folder is not None and self._folder.is_dir():
+            found.update(path.name for path in self._folder.iterdir() if holds_adapter(path))
+        return sorted(found)
+
+    def was_added(self, name: str) -> bool:
+        """Return whether the adapter of this name was added at run time."""
+        return name in self._added
+
+    def add(self, name: str, folder: Path) -> None:
+        """Let requests name the adapter in this folder. It replaces one that was added before."""
+        self._added[name] = folder
+
+    def remove(self, name: str) -> None:
+        """Undo `add`. Requests that run with the adapter keep its number and finish with it."""
+        self._added.pop(name, None)
 
     def has(self, name: str) -> bool:
         """Return whether requests can name this adapter, without listing all of them."""
         folder = self._find_folder(name)
-        return folder is not None and _holds_adapter(folder)
+        return folder is not None and holds_adapter(folder)
 
     def _find_folder(self, name: str) -> Path | None:
         """Return the adapter folder of this name. A name is never a path."""
+        if name in self._added:
+            return self._added[name]
         if self._folder is None or name in ("", ".", "..") or "/" in name or "\0" in name:
             return None
         if len(name.encode(errors="replace")) > 255:  # the file system's limit
@@ -144,8 +158,14 @@ class AdapterRegistry:
             self._tasks.popitem(last=False)
 
 
-def _holds_adapter(folder: Path) -> bool:
+def holds_adapter(folder: Path) -> bool:
     return any((folder / file).is_file() for file in _WEIGHT_FILES)
+
+
+def _stamp(file: Path) -> str:
+    """Return a text that changes whenever the file does, even if its old times are restored."""
+    status = file.stat()
+    return f"{file.name}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 
 def _number(*parts: bytes) -> int:

@@ -1,6 +1,6 @@
-"""The health probes `/health` and `/health_generate`: 200, or 503 with a reason.
+"""The health probes `/health`, `/ping` and `/health_generate`: 200, or 503 with a reason.
 
-Servers with OpenAI's API have these routes beside Triton's.
+Servers with OpenAI's API have these routes beside Triton's. `/ping` is the probe of SageMaker.
 
 `/health_generate` asks each engine that serves a text model for one token. An engine whose rows are
 all in use is not asked: it is working, and its watchdog reports it if it stops.
@@ -16,7 +16,7 @@ from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.engine import TextRequest
 from slipstream.server.http.exchange import Exchange
 from slipstream.server.http.pages import describe_get
-from slipstream.server.http.routes import GET, Parameters, Route, RouteGroup
+from slipstream.server.http.routes import GET, GET_POST, Parameters, Route, RouteGroup
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
@@ -25,6 +25,7 @@ from slipstream.server.models.generating import TIMED_OUT, ServedEngine, run_to_
 from slipstream.server.models.text_model import find_text_models
 
 HEALTH = "/health"
+PING = "/ping"
 HEALTH_GENERATE = "/health_generate"
 ANSWER_SECONDS = 10.0
 _REPLY_SECONDS = 2.0  # added for an engine to report that it had no time
@@ -40,6 +41,7 @@ class HealthProbes:
         """Return these routes for the table of the HTTP port."""
         routes = [
             Route(GET, HEALTH, "health", self._answer_health),
+            Route(GET_POST, PING, "health", self._answer_health),
             Route(GET, HEALTH_GENERATE, "health", self._answer_health_generate),
         ]
         return RouteGroup(routes, describe_routes)
@@ -68,6 +70,7 @@ async def _respond(exchange: Exchange, problem: str) -> None:
 def describe_routes() -> dict[str, Any]:
     return {
         HEALTH: describe_get("Whether the server takes work", "Empty; 503 when it does not"),
+        PING: describe_get("Whether the server takes work", "Empty; 503 when it does not"),
         HEALTH_GENERATE: describe_get("Whether every engine makes a token", "Empty; 503 when not"),
     }
 

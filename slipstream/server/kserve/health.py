@@ -30,3 +30,8 @@ class ServerState:
             and self.models_ready()
             and all(engine.ready for engine in self._engines)
         )
+
+    @property
+    def outstanding(self) -> int:
+        """The number of requests in flight in all engines."""
+        return sum(engine.outstanding for engine in self._engines)

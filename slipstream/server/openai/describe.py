@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 
 from slipstream.server.kserve.inference import ModelRegistry
-from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
+from slipstream.server.openai.adapters import LoadFields, UnloadFields
+from slipstream.server.openai.fields import ChatFields, CompletionFields
 from slipstream.server.openai.models import text_models
+from slipstream.server.openai.tokenize import DetokenizeFields, TokenizeFields
 
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
 _ERROR = {
@@ -62,6 +64,22 @@ def openai_paths(registry: ModelRegistry) -> dict[str, Any]:
         "/v1/completions": _post(
             "Complete a text, whole or as a stream", CompletionFields, completion
         ),
+        "/tokenize": _post(
+            "Return the tokens of a text or a conversation",
+            TokenizeFields,
+            {"model": model, "prompt": "One, two, three,", "return_token_strs": True},
+        ),
+        "/detokenize": _post(
+            "Return the text of tokens", DetokenizeFields, {"model": model, "tokens": [1, 2, 3]}
+        ),
+        "/v1/load_lora_adapter": _post(
+            "Load an adapter from a folder of the server; needs the admin key",
+            LoadFields,
+            {"lora_name": "french", "lora_path": "/srv/adapters/french"},
+        ),
+        "/v1/unload_lora_adapter": _post(
+            "Unload an adapter; needs the admin key", UnloadFields, {"lora_name": "french"}
+        ),
     }
 
 
@@ -70,7 +88,7 @@ def _responses(*problems: str) -> dict[str, Any]:
     return {"200": {"description": "A response as OpenAI's", "content": _OBJECT}, **errors}
 
 
-def _post(summary: str, kind: type[Fields], example: dict[str, Any]) -> dict[str, Any]:
+def _post(summary: str, kind: type[msgspec.Struct], example: dict[str, Any]) -> dict[str, Any]:
     content = {"application/json": {"schema": _schema(kind), "example": example}}
     return {
         "post": {
@@ -81,11 +99,12 @@ def _post(summary: str, kind: type[Fields], example: dict[str, Any]) -> dict[str
     }
 
 
-def _schema(kind: type[Fields]) -> dict[str, Any]:
+def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Return msgspec's schema of the fields with its references resolved."""
     (schema,), parts = msgspec.json.schema_components([kind], ref_template="{name}")
     whole = dict(parts[schema["$ref"]])
     for name, field in whole["properties"].items():
         whole["properties"][name] = {key: value for key, value in field.items() if key != "default"}
-    whole["properties"]["stream_options"] = parts["StreamOptions"]
+    if "stream_options" in whole["properties"]:
+        whole["properties"]["stream_options"] = parts["StreamOptions"]
     return whole

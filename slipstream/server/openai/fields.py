@@ -150,17 +150,17 @@ _NO_OP: Mapping[str, Any] = {
 }
 
 Kind = TypeVar("Kind", bound=Fields)
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def read_fields(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
     """Return the fields of a request body, and the names of the unknown ones."""
-    document = _decode(body)
-    given = {name: value for name, value in document.items() if value is not None}
+    given = decode_object(body)
     for name, unsupported in _UNSUPPORTED.items():
         if name in given and not any(_equal(given[name], value) for value in unsupported.no_op):
             raise ApiError(f"{name} is not supported by this server: {unsupported.reason}", name)
     _check_endpoint(given, kind)
-    fields = _convert(given, kind)
+    fields = convert_fields(given, kind)
     _check_stream_options(fields)
     return fields, _unknown_names(given)
 
@@ -198,21 +198,23 @@ def _check_stream_options(fields: Fields) -> None:
         raise ApiError(f"{name} is not supported by this server: it pads no events", name)
 
 
-def _decode(body: bytes) -> dict[str, Any]:
+def decode_object(body: bytes) -> dict[str, Any]:
+    """Return the members of a JSON object. `null` means not given."""
     try:
         document = msgspec.json.decode(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"The body is not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise ApiError("The body must be a JSON object")
-    return document
+    return {name: value for name, value in document.items() if value is not None}
 
 
 def _equal(value: Any, other: Any) -> bool:
     return type(value) is type(other) and bool(value == other)
 
 
-def _convert(given: dict[str, Any], kind: type[Kind]) -> Kind:
+def convert_fields(given: dict[str, Any], kind: type[Body]) -> Body:
+    """Return the members of a body as `kind`. The error names the field that is wrong."""
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:

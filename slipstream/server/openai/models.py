@@ -38,6 +38,13 @@ class OpenAIModel:
         limit = self.text.engine.model.engine_config.build.max_input_len
         return limit if info is None else min(limit, info.max_sequence_tokens - 1)
 
+    @property
+    def context_tokens(self) -> int:
+        """Return the most tokens of a prompt and its answer together."""
+        info = self.text.engine.generator.client.info
+        limit = self.text.engine.model.engine_config.build.max_seq_len
+        return limit if info is None else info.max_sequence_tokens
+
     def adapter(self) -> AdapterUse | None:
         return self.text.engine.adapters.find(self.id) if self.is_adapter else None
 
@@ -92,3 +99,15 @@ async def find_model(registry: ModelRegistry, name: str) -> OpenAIModel:
         404,
         "model_not_found",
     )
+
+
+async def find_model_or_default(registry: ModelRegistry, name: str | None) -> OpenAIModel:
+    """Return the model of this name. Without a name, return the model of the only engine."""
+    if name is not None:
+        return await find_model(registry, name)
+    models = text_models(registry)
+    engines = {id(model.text.engine.generator.client) for model in models}
+    if len(engines) == 1:
+        return models[0]
+    known = ", ".join([model.id for model in models]) or "none"
+    raise ApiError(f"model is required: this server has several. Known: {known}", "model")

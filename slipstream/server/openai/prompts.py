@@ -30,10 +30,10 @@ async def chat_tokens(
     Large requests are read in a thread, so that other requests' streams do not wait.
     """
     template = model.tokenizer.chat_template or ""
-    variables = _read_template_variables(fields)
+    variables = read_template_variables(fields.chat_template_kwargs)
     try:
         messages = await in_thread_if_long(body_bytes, template_messages, fields.messages, template)
-        _check_characters("messages", sum(len(message["content"]) for message in messages), model)
+        check_characters("messages", sum(len(message["content"]) for message in messages), model)
         tokens = await model.text.engine.generator.chat_prompt(
             messages, tools=tools, variables=variables
         )
@@ -48,13 +48,12 @@ async def chat_tokens(
     return tokens
 
 
-def _read_template_variables(fields: ChatFields) -> dict[str, Any]:
+def read_template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
     """Return the template's own switches, such as enable_thinking.
 
     Lists and objects are rejected, because a template could loop over them.
     """
-    given = fields.chat_template_kwargs or {}
-    variables = {name: value for name, value in given.items() if value is not None}
+    variables = {name: value for name, value in (given or {}).items() if value is not None}
     if len(variables) > _MAX_VARIABLES:
         raise field_error(
             "chat_template_kwargs",
@@ -116,7 +115,7 @@ async def prompt_tokens(prompt: Prompt, fields: CompletionFields, model: OpenAIM
 
 
 async def _text_tokens(prompt: str, fields: CompletionFields, model: OpenAIModel) -> list[int]:
-    _check_characters("prompt", len(prompt), model)
+    check_characters("prompt", len(prompt), model)
     special = fields.add_special_tokens
     if special is None:
         special = model.text.engine.model.add_special_tokens
@@ -142,7 +141,7 @@ def _truncate(
     return tokens[:first] + tokens[first + left_out :]
 
 
-def _check_characters(name: str, size: int, model: OpenAIModel) -> None:
+def check_characters(name: str, size: int, model: OpenAIModel) -> None:
     """Reject, without tokenizing it, a text that has too many tokens with any tokenizer."""
     if size > model.longest_prompt * LONGEST_TOKEN_CHARACTERS:
         raise _too_long(name, f"over {model.longest_prompt}", model)

@@ -1,4 +1,4 @@
-"""The routes under /v1.
+"""The routes under /v1, and those beside them that other servers of OpenAI's API have.
 
 Access, statistics, traces and cancellation are the same as on Triton's routes. Errors are OpenAI's.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from urllib.parse import unquote
 
 import msgspec
 
-from slipstream.server.http.exchange import JSON, ClientGone, Exchange, check_access
+from slipstream.server.http.exchange import JSON, TEXT, ClientGone, Exchange, check_access
 from slipstream.server.http.routes import (
     ANY_METHOD,
     Parameters,
@@ -25,13 +26,18 @@ from slipstream.server.http.routes import (
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
+from slipstream.server.openai.adapters import API as LOAD_ADAPTERS
+from slipstream.server.openai.adapters import AdapterLoader
 from slipstream.server.openai.chat import chat_call
 from slipstream.server.openai.completions import completion_call
 from slipstream.server.openai.describe import openai_paths
 from slipstream.server.openai.errors import ApiError, as_api_error
 from slipstream.server.openai.models import find_model, list_models
-from slipstream.server.openai.streaming import CallService, ReadCall
+from slipstream.server.openai.streaming import CallService, ReadCall, read_request_body
+from slipstream.server.openai.tokenize import detokenize, tokenize
 from slipstream.server.tracing.tracing import CHAT, TEXT_COMPLETION
+
+Computation = Callable[[bytes, ModelRegistry], Awaitable[bytes]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,9 @@ class Endpoint:
 class OpenAIRoutes:
     def __init__(self, registry: ModelRegistry, state: ServerState, context: ServerContext) -> None:
         self._registry = registry
+        self._state = state
         self._context = context
+        self._adapters = AdapterLoader(registry, context.access)
         self._calls = CallService(registry, state, context)
         self._started = int(time.time())
         self._endpoints = self._table()
@@ -59,6 +67,10 @@ class OpenAIRoutes:
             Endpoint("GET", "/v1/models/{rest}", "metadata", self._describe_model),
             self._generation("/v1/chat/completions", chat_call, CHAT),
             self._generation("/v1/completions", completion_call, TEXT_COMPLETION),
+            self._computation("/tokenize", tokenize),
+            self._computation("/detokenize", detokenize),
+            Endpoint("POST", "/v1/load_lora_adapter", LOAD_ADAPTERS, self._load_adapter),
+            Endpoint("POST", "/v1/unload_lora_adapter", LOAD_ADAPTERS, self._unload_adapter),
         ]
 
     def _generation(self, path: str, read_call: ReadCall, operation: str) -> Endpoint:
@@ -67,10 +79,23 @@ class OpenAIRoutes:
 
         return Endpoint("POST", path, "inference", answer)
 
+    def _computation(self, path: str, work: Computation) -> Endpoint:
+        """Return an endpoint that computes one JSON document from another."""
+
+        async def answer(exchange: Exchange, parameters: Parameters) -> None:
+            body = await read_request_body(exchange, self._state, self._context)
+            with exchange.cancel_on_disconnect():
+                document = await work(body, self._registry)
+            await exchange.respond(200, document)
+
+        return Endpoint("POST", path, "inference", answer)
+
     def group(self) -> RouteGroup:
         """Return these routes for the table of the HTTP port."""
-        route = Route(ANY_METHOD, "/v1/{rest}", "", self.answer)
-        return RouteGroup([route], partial(openai_paths, self._registry))
+        paths = [endpoint.path for endpoint in self._endpoints]
+        others = dict.fromkeys(path for path in paths if not path.startswith("/v1/"))
+        routes = [Route(ANY_METHOD, path, "", self.answer) for path in ("/v1/{rest}", *others)]
+        return RouteGroup(routes, partial(openai_paths, self._registry))
 
     async def answer(self, exchange: Exchange, parameters: Parameters) -> None:
         try:
@@ -104,6 +129,14 @@ class OpenAIRoutes:
         """Return the endpoints of a path, one for each method."""
         matches = [(pattern.fullmatch(path), endpoint) for pattern, endpoint in self._patterns]
         return [(match, endpoint) for match, endpoint in matches if match is not None]
+
+    async def _load_adapter(self, exchange: Exchange, parameters: Parameters) -> None:
+        body = await read_request_body(exchange, self._state, self._context)
+        await exchange.respond(200, await self._adapters.load(body), TEXT)
+
+    async def _unload_adapter(self, exchange: Exchange, parameters: Parameters) -> None:
+        body = await read_request_body(exchange, self._state, self._context)
+        await exchange.respond(200, await self._adapters.unload(body), TEXT)
 
     async def _list_models(self, exchange: Exchange, parameters: Parameters) -> None:
         models = [model.document(self._started) for model in await list_models(self._registry)]

@@ -21,6 +21,17 @@ from slipstream.server.text.threads import in_thread_if_long
 ReadCall = Callable[[bytes, ModelRegistry], Awaitable[Call]]
 
 
+async def read_request_body(
+    exchange: Exchange, state: ServerState, context: ServerContext
+) -> bytes:
+    """Return the body of a request for work, unless the server is stopping."""
+    if state.draining:
+        raise Unavailable("the server is shutting down and takes no new requests")
+    if exchange.header(b"content-encoding").lower() not in (b"", b"identity"):
+        raise ApiError("Unsupported content-encoding, only 'identity' is supported.")
+    return await exchange.read_body(context.http_max_input_bytes)
+
+
 class CallService:
     """Answers calls. Access was checked before; errors are ApiErrors, for the route to write."""
 
@@ -31,12 +42,8 @@ class CallService:
 
     async def answer(self, exchange: Exchange, read_call: ReadCall, operation: str) -> None:
         """`operation`: the name of this kind of call in traces."""
-        if self._state.draining:
-            raise Unavailable("the server is shutting down and takes no new requests")
-        if exchange.header(b"content-encoding").lower() not in (b"", b"identity"):
-            raise ApiError("Unsupported content-encoding, only 'identity' is supported.")
         began = time.monotonic_ns()
-        body = await exchange.read_body(self._context.http_max_input_bytes)
+        body = await read_request_body(exchange, self._state, self._context)
         with exchange.cancel_on_disconnect():
             call = await read_call(body, self._registry)
             trace = self._context.trace.begin(call.model.entry.name, exchange.headers, operation)

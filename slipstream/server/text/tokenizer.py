@@ -345,6 +345,10 @@ class Tokenizer:
         self.check_ids(ids)
         return self._backend.decode(ids, skip_special_tokens)
 
+    def token(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it; empty for an id without a token."""
+        return self._backend.token(token_id) or ""
+
     def detokenizer(self) -> Detokenizer:
         """Return a decoder for the tokens of one text. The caller skips special tokens."""
         return self._new_detokenizer()

@@ -1,0 +1,68 @@
+"""`/version`, `/load` and, on request of the server's options, `/metrics` on the HTTP port.
+
+The routes are those of vLLM and llama-server. Metrics have a port of their own as well.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from slipstream.server.http.exchange import TEXT, Exchange, Handler
+from slipstream.server.http.pages import describe_get
+from slipstream.server.http.routes import GET, Parameters, Route, RouteGroup
+from slipstream.server.kserve.health import ServerState
+from slipstream.server.metrics.server_metrics import ServerMetrics
+from slipstream.version import VERSION
+
+METRICS = "/metrics"
+_METRICS_TYPE = b"text/plain; charset=utf-8"
+
+
+class ServerInfo:
+    def __init__(self, state: ServerState, metrics: ServerMetrics | None = None) -> None:
+        """`metrics`: None if the HTTP port does not serve them."""
+        self._state = state
+        self._metrics = metrics
+
+    def group(self) -> RouteGroup:
+        """Return these routes for the table of the HTTP port."""
+        routes = [
+            Route(GET, "/version", "metadata", self._answer_version),
+            Route(GET, "/load", "statistics", self._answer_load),
+        ]
+        if self._metrics is not None:
+            routes.append(Route(GET, METRICS, "statistics", self._answer_metrics, TEXT))
+        return RouteGroup(routes, self._describe)
+
+    async def _answer_version(self, exchange: Exchange, parameters: Parameters) -> None:
+        await exchange.respond(200, json.dumps({"version": VERSION}).encode())
+
+    async def _answer_load(self, exchange: Exchange, parameters: Parameters) -> None:
+        await exchange.respond(200, json.dumps({"server_load": self._state.outstanding}).encode())
+
+    async def _answer_metrics(self, exchange: Exchange, parameters: Parameters) -> None:
+        assert self._metrics is not None
+        await exchange.respond(200, self._metrics.render().encode(), _METRICS_TYPE)
+
+    def _describe(self) -> dict[str, Any]:
+        paths = {
+            "/version": describe_get("The version of the server", "JSON with version"),
+            "/load": describe_get("Requests in flight", "JSON with server_load"),
+        }
+        if self._metrics is not None:
+            paths[METRICS] = describe_get("Metrics", "Prometheus text", empty=True)
+        return paths
+
+
+def serve_metrics(metrics: ServerMetrics) -> Handler:
+    """Return the handler of the metrics port. As in Triton, any other path is an empty 200."""
+
+    async def answer(exchange: Exchange) -> None:
+        if exchange.method != "GET":
+            await exchange.respond(405, b'{"error":"Method Not Allowed"}', TEXT)
+            return
+        body = metrics.render().encode() if exchange.path == METRICS else b""
+        await exchange.respond(200, body, _METRICS_TYPE)
+
+    return answer
