@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import ScriptedLoop
 
 from slipstream.engine.messages import EngineStats
+from slipstream.server.http.server_info import serve_metrics
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import (
     InferRequest,
@@ -23,7 +24,6 @@ from slipstream.server.kserve.inference import (
 )
 from slipstream.server.metrics.prometheus_text import Family
 from slipstream.server.metrics.server_metrics import ModelCounters, ServerMetrics
-from slipstream.server.http.server_info import serve_metrics
 
 GOLDEN = Path(__file__).parents[1] / "conformance" / "golden"
 
