@@ -67,7 +67,12 @@ def test_commands_are_found_in_both_guides():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["begin"], ["start", "--prot", "1"], ["infer", "-m", "x"], ["start", "--http-port", "many"]],
+    [
+        ["begin"],
+        ["start", "--prot", "1"],
+        ["infer", "--prompt", "x"],
+        ["start", "--http-port", "many"],
+    ],
 )
 def test_wrong_commands_are_refused(arguments):
     with pytest.raises(SystemExit) as refused:

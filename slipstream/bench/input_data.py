@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 
+from slipstream.client.declared_inputs import DeclaredInput, declared_inputs
 from slipstream.client.tensors import Array
 
-_KINDS = {
-    "TYPE_BOOL": "bool",
-    "TYPE_UINT8": "uint8",
-    "TYPE_UINT16": "uint16",
-    "TYPE_UINT32": "uint32",
-    "TYPE_UINT64": "uint64",
-    "TYPE_INT8": "int8",
-    "TYPE_INT16": "int16",
-    "TYPE_INT32": "int32",
-    "TYPE_INT64": "int64",
-    "TYPE_FP16": "float16",
-    "TYPE_FP32": "float32",
-    "TYPE_FP64": "float64",
-    "TYPE_STRING": "object",
-}
 _MOST_RANDOM = 2**15
 
 
@@ -34,33 +20,20 @@ class DataError(ValueError):
     """The data cannot be made into requests; the text says which tensor."""
 
 
-@dataclass(frozen=True)
-class InputTensor:
-    name: str
-    dtype: str  # numpy's name of the type
-    dims: tuple[int, ...]  # shape without the batch dimension
-    optional: bool
-
-
 def input_tensors(
     config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> list[InputTensor]:
+) -> list[DeclaredInput]:
     """Return the inputs of a model's configuration. `shapes` override its dimensions."""
-    tensors = []
-    for tensor in config.get("input", []):
-        dims = shapes.get(tensor["name"], tuple(int(dim) for dim in tensor["dims"]))
-        tensors.append(
-            InputTensor(
-                tensor["name"], _KINDS[tensor["data_type"]], dims, bool(tensor.get("optional"))
-            )
-        )
-    unknown = shapes.keys() - {tensor.name for tensor in tensors}
+    declared = declared_inputs(config)
+    unknown = shapes.keys() - declared.keys()
     if unknown:
         raise DataError(f"--shape {min(unknown)}: the model has no such input")
-    return tensors
+    return [
+        replace(tensor, dims=shapes.get(tensor.name, tensor.dims)) for tensor in declared.values()
+    ]
 
 
-def read_rows(path: Path, tensors: Sequence[InputTensor]) -> list[dict[str, Array]]:
+def read_rows(path: Path, tensors: Sequence[DeclaredInput]) -> list[dict[str, Array]]:
     """Read the rows of a JSON file, one row per request without batches.
 
     Its form is {"data": [{tensor: values, or {"content": values, "shape": dims}}, …]}.
@@ -72,7 +45,7 @@ def read_rows(path: Path, tensors: Sequence[InputTensor]) -> list[dict[str, Arra
         raise DataError(f"--input-data {path}: {error}") from error
 
 
-def _row(row: Mapping[str, Any], tensors: Sequence[InputTensor]) -> dict[str, Array]:
+def _row(row: Mapping[str, Any], tensors: Sequence[DeclaredInput]) -> dict[str, Array]:
     known = {tensor.name for tensor in tensors}
     surplus = [name for name in row if name not in known and name != "model"]
     if surplus:
@@ -87,14 +60,14 @@ def _row(row: Mapping[str, Any], tensors: Sequence[InputTensor]) -> dict[str, Ar
     }
 
 
-def _read_values(value: Any, tensor: InputTensor) -> Array:
+def _read_values(value: Any, tensor: DeclaredInput) -> Array:
     content = value
     shape = None
     if isinstance(value, Mapping):
         content = value["content"]
         shape = value.get("shape")
     flat = content if isinstance(content, list) else [content]
-    items = [str(item).encode() for item in flat] if tensor.dtype == "object" else flat
+    items = [str(item).encode() for item in flat] if tensor.is_text else flat
     dims = tuple(shape) if shape is not None else tensor.dims
     if sum(dim < 0 for dim in dims) == 1 and len(dims) == 1:
         dims = (len(items),)
@@ -102,7 +75,7 @@ def _read_values(value: Any, tensor: InputTensor) -> Array:
 
 
 def generate_row(
-    tensors: Sequence[InputTensor], random: bool, text: str | None, length: int
+    tensors: Sequence[DeclaredInput], random: bool, text: str | None, length: int
 ) -> dict[str, Array]:
     """Return zeros or random values for every required input.
 
@@ -117,7 +90,7 @@ def generate_row(
             raise DataError(
                 f"the input {tensor.name} has no fixed shape; give --shape {tensor.name}:N,…"
             )
-        if tensor.dtype == "object":
+        if tensor.is_text:
             letters = "".join(chr(97 + int(letter)) for letter in generator.integers(0, 26, length))
             content = letters if text is None else text
             row[tensor.name] = numpy.full(tensor.dims, content.encode(), dtype=object)

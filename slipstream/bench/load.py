@@ -95,7 +95,8 @@ class Load:
     """Sends requests until it is closed or they run out.
 
     `workers` requests are in flight, or with `waits`, a request is sent after each of these times
-    in seconds.
+    in seconds. `mark` returns the time at which a window begins or ends, in nanoseconds. It is first
+    called before the first request.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Load:
         requests: Iterator[Request],
         workers: int,
         waits: Iterator[float] | None = None,
+        mark: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._send = send
         self._requests = requests
@@ -113,7 +115,8 @@ class Load:
         self._closing = threading.Event()
         targets = [self._keep_sending] * workers if waits is None else [self._send_at_a_rate]
         self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
-        self.begun = time.monotonic_ns()
+        self.mark = mark
+        self.begun = mark()
         for thread in self._threads:
             thread.start()
 
@@ -190,7 +193,7 @@ def measure_windows(load: Load, rule: WindowRule) -> Measured:
         time.sleep(rule.seconds)
         while load.running and not _within(load.records(), boundaries[-1], time.monotonic_ns()):
             time.sleep(min(rule.seconds, 0.1))
-        boundaries.append(time.monotonic_ns())
+        boundaries.append(load.mark())
         stable = _is_stable(load.records(), boundaries, rule.max_difference)
         if not load.running:
             break
@@ -202,7 +205,7 @@ def measure_all(load: Load) -> Measured:
     """Measure a load until its requests have run out."""
     while load.running:
         time.sleep(0.01)
-    return Measured(load.records(), [load.begun, time.monotonic_ns()], True)
+    return Measured(load.records(), [load.begun, load.mark()], True)
 
 
 def _within(records: Iterable[Record], begin: int, end: int) -> list[Record]:

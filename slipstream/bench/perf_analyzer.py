@@ -6,7 +6,8 @@ import csv
 import io
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -131,13 +132,24 @@ def parse_levels(text: str) -> list[float]:
 def measure_level(
     connection: Connection, requests: Sequence[Request], settings: LoadSettings, value: float
 ) -> Level:
-    """Measure one level of load: first the warm-up requests, then the measurement."""
+    """Measure one level of load: first the warm-up requests, then the measurement.
+
+    The server's counts are read where the measured windows begin and end, so that they are of the
+    same time as the client's.
+    """
     send = _sender(connection, settings.streaming)
     for request in itertools.islice(itertools.cycle(requests), settings.warmup_request_count):
         check_answers([send(request)])
-    before = read_counts(connection.statistics(settings.model))
-    measured = _measure(send, requests, settings, value)
-    server = read_counts(connection.statistics(settings.model)).since(before)
+    counts: dict[int, ServerCounts] = {}  # by the time of the window that begins or ends there
+
+    def mark() -> int:
+        found = read_counts(connection.statistics(settings.model))
+        now = time.monotonic_ns()
+        counts[now] = found
+        return now
+
+    measured = _measure(send, requests, settings, value, mark)
+    server = counts[measured.boundaries[-1]].since(counts[measured.boundaries[0]])
     records = check_answers(measured.records)
     seconds = (measured.boundaries[-1] - measured.boundaries[0]) / 1e9
     latencies = [record.latency / _NANOSECONDS_PER_US for record in records]
@@ -156,13 +168,17 @@ def _sender(connection: Connection, streaming: bool) -> Sender:
 
 
 def _measure(
-    send: Sender, requests: Sequence[Request], settings: LoadSettings, value: float
+    send: Sender,
+    requests: Sequence[Request],
+    settings: LoadSettings,
+    value: float,
+    mark: Callable[[], int],
 ) -> Measured:
     endless: Iterator[Request] = itertools.cycle(requests)
     if settings.request_count:
         endless = itertools.islice(endless, settings.request_count)
     waits = _waits(value, settings.poisson) if settings.by_rate else None
-    load = Load(send, endless, max(1, int(value)), waits)
+    load = Load(send, endless, max(1, int(value)), waits, mark)
     return measure(load, None if settings.request_count else settings.windows)
 
 

@@ -24,18 +24,11 @@ from slipstream.bench.load import (
 from slipstream.bench.prompts import Lengths, synthetic_prompt
 from slipstream.bench.tokenizer import TextTokenizer
 from slipstream.client.connection import GrpcConnection, Request
+from slipstream.client.declared_inputs import declared_inputs
 from slipstream.client.tensors import Array
 from slipstream.weights.whole_file import write_whole
 
 _DEFAULT_OUTPUT_TOKENS = 256
-_NUMPY_TYPES = {
-    "TYPE_INT32": "int32",
-    "TYPE_UINT32": "uint32",
-    "TYPE_INT64": "int64",
-    "TYPE_UINT64": "uint64",
-    "TYPE_FP16": "float16",
-    "TYPE_FP32": "float32",
-}
 # input of a text model: its name in the first releases
 _OLD_NAMES = {
     "text_input": "INPUT_0",
@@ -90,21 +83,19 @@ class TextModel:
     """The tensors of a text model, from its configuration."""
 
     def __init__(self, name: str, config: Mapping[str, Any]) -> None:
-        inputs = config.get("input", [])
         outputs = [tensor["name"] for tensor in config.get("output", [])]
         self.name = name
-        self.types = {tensor["name"]: tensor["data_type"] for tensor in inputs}
-        self._required = [tensor["name"] for tensor in inputs if not tensor.get("optional")]
+        self._inputs = declared_inputs(config)
         self.text_output = "text_output" if "text_output" in outputs else "OUTPUT_0"
-        if self.input_name("text_input") not in self.types or self.text_output not in outputs:
+        if self.input_name("text_input") not in self._inputs or self.text_output not in outputs:
             raise ValueError(
                 f"model '{name}' does not take and give text; "
-                "name an ensemble or a BLS model with -m"
+                "name an ensemble or a BLS model with -m, or measure this model with perf_analyzer"
             )
 
     def input_name(self, field_name: str) -> str:
         """Return the model's own name of an input."""
-        if field_name in self.types:
+        if field_name in self._inputs:
             return field_name
         return _OLD_NAMES.get(field_name, field_name)
 
@@ -114,21 +105,20 @@ class TextModel:
             for name, value in row.items()
             if name != "model"
         }
-        for name in self._required:  # the first releases require word lists
-            if name not in inputs and self.types[name] == "TYPE_STRING":
-                inputs[name] = numpy.array([[b""]], dtype=object)
+        for name, tensor in self._inputs.items():  # the first releases require word lists
+            if name not in inputs and tensor.is_text and not tensor.optional:
+                inputs[name] = tensor.fill("")
         return Request(self.name, inputs, request_id=str(number))
 
     def _tensor(self, field_name: str, value: Any) -> Array:
-        kind = self.types.get(self.input_name(field_name))
-        if kind is None:
+        tensor = self._inputs.get(self.input_name(field_name))
+        if tensor is None:
             raise ValueError(f"model '{self.name}' has no input {field_name}")
-        if kind == "TYPE_STRING":
-            return numpy.array([[str(value).encode()]], dtype=object)
-        if kind == "TYPE_BOOL":
-            return numpy.array([[str(value).lower() in ("1", "true")]])
-        number = float(value) if "FP" in kind else int(value)
-        return numpy.array([[number]], dtype=_NUMPY_TYPES[kind])
+        if tensor.is_text:
+            return tensor.fill(str(value))
+        if tensor.dtype == "bool":
+            return tensor.fill(str(value).lower() in ("1", "true"))
+        return tensor.fill(float(value) if "float" in tensor.dtype else int(value))
 
 
 def create_rows(

@@ -1,4 +1,4 @@
-"""Tokenization for load generators, with a local tokenizer or with the server's text models."""
+"""Tokenization for load generators: a local tokenizer, the server's text models, or words."""
 
 from __future__ import annotations
 
@@ -42,3 +42,23 @@ class ServerTextTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         return self._models.decode(tokens)
+
+
+class WordTokenizer:
+    """One token for each word, for models whose tokenizer is not known."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+        self._words: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        return [self._id(word) for word in text.split()]
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(self._words[token] for token in tokens)
+
+    def _id(self, word: str) -> int:
+        if word not in self._ids:
+            self._ids[word] = len(self._words)
+            self._words.append(word)
+        return self._ids[word]

@@ -24,16 +24,20 @@ from slipstream.bench.text_load import (
     TextModel,
     create_rows,
 )
-from slipstream.bench.tokenizer import LocalTextTokenizer, ServerTextTokenizer, TextTokenizer
+from slipstream.bench.tokenizer import (
+    LocalTextTokenizer,
+    ServerTextTokenizer,
+    TextTokenizer,
+    WordTokenizer,
+)
 from slipstream.cli.arguments import CommandError, Parser, UsageError, add_verbose, at_least
+from slipstream.cli.compat.passed_flags import read_passed_flags
 from slipstream.cli.connections import closing_connection, connect_grpc
+from slipstream.cli.log import log
 from slipstream.client.connection import GrpcConnection, Request, ServerError
 from slipstream.version import VERSION
 from slipstream.weights.home import expand_home
 from slipstream.weights.whole_file import write_whole
-
-_IGNORED_AFTER_DASHES = ("-v", "--verbose", "--max-threads", "--async")
-_MAX_WINDOWS = 10
 
 
 class _BenchParser(Parser):
@@ -43,11 +47,13 @@ class _BenchParser(Parser):
         words = list(arguments)
         if words[:1] == ["profile"]:
             del words[0]
-        if "--" in words:
-            position = words.index("--")
-            _check_after_dashes(words[position + 1 :])
-            del words[position:]
-        return super().parse(words)
+        if "--" not in words:
+            return super().parse(words)
+        position = words.index("--")
+        given = super().parse(words[:position])
+        for name, value in read_passed_flags(words[position + 1 :], self.prog).items():
+            setattr(given, name, value)
+        return given
 
 
 def create_parser() -> Parser:
@@ -126,6 +132,7 @@ def _add_load(parser: Parser) -> None:
         metavar="PERCENT",
         help="Measure until three windows differ from their mean by at most this.",
     )
+    add("--max-trials", type=at_least(1, int), default=10, help="Maximum number of windows.")
     add(
         "--request-count",
         type=int,
@@ -254,15 +261,6 @@ def _add_fixed(parser: Parser) -> None:
     add_verbose(parser.no_effect_group())
 
 
-def _check_after_dashes(words: Sequence[str]) -> None:
-    for word in words:
-        name = word.partition("=")[0]
-        if name.startswith("-") and name not in _IGNORED_AFTER_DASHES:
-            raise CommandError(
-                f"{name} after -- is not available: there is no perf_analyzer behind this command"
-            )
-
-
 def _concurrency_levels(text: str) -> list[int]:
     numbers = [int(at_least(1, int)(part)) for part in text.split(",")]
     if len(set(numbers)) < len(numbers):
@@ -337,10 +335,12 @@ def _tokenizer(given: Namespace, connection: GrpcConnection) -> TextTokenizer:
         try:
             return ServerTextTokenizer(connection)
         except ServerError as error:
-            raise CommandError(
-                f"the server has no text models to count tokens with ({error}); "
-                "give --tokenizer, a folder or a hub id"
-            ) from error
+            log(
+                "WARNING",
+                f"words are counted, not tokens: the server has no preprocessing model ({error}); "
+                "give --tokenizer, a folder or a hub id, to count tokens",
+            )
+            return WordTokenizer()
     from slipstream.server.text.tokenizer import Tokenizer
 
     folder = expand_home(given.tokenizer, "--tokenizer")
@@ -361,7 +361,7 @@ def _run_level(
     load.warm_up(requests, given.warmup_request_count)
     print(f"[INFO] Measuring {_describe(given, level)}.", flush=True)
     windows = WindowRule(
-        given.measurement_interval / 1000, given.stability_percentage / 100, _MAX_WINDOWS
+        given.measurement_interval / 1000, given.stability_percentage / 100, given.max_trials
     )
     measured = load.measure(requests, level, given.request_count, windows)
     metrics = load.metrics(measured, given.streaming)

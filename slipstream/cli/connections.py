@@ -73,11 +73,12 @@ def server_address(given: Namespace, port: int) -> str:
     return f"{host.split(':')[0]}:{given.port or port}"
 
 
-def connect(protocol: str, url: str) -> Connection:
-    """Connect with the key in SLIPSTREAM_API_KEY."""
+def connect(protocol: str, url: str, key: str | None = None) -> Connection:
+    """Connect with an API key, by default the one in SLIPSTREAM_API_KEY."""
+    used = read_api_key(None) if key is None else key
     if protocol == "http":
-        return HttpConnection(url, read_api_key(None))
-    return connect_grpc(url)
+        return HttpConnection(url, used)
+    return GrpcConnection(messages, url, key=used)
 
 
 def connect_grpc(

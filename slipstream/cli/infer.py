@@ -1,71 +1,196 @@
-"""`slipstream infer`: send one prompt and print the text as it arrives."""
+"""`slipstream infer`: send one request with the inputs that a model declares.
+
+The text of a text model is printed as it arrives, the outputs of any other model as JSON.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy
 
 from slipstream.cli.arguments import CommandError, Parser
-from slipstream.cli.connections import PORTS, add_address, add_api_key, add_protocol, server_address
+from slipstream.cli.connections import (
+    PORTS,
+    add_address,
+    add_api_key,
+    add_protocol,
+    closing_connection,
+    connect,
+    server_address,
+)
 from slipstream.cli.keys import read_api_key
-from slipstream.client.connection import GrpcConnection, HttpConnection, Request, ServerError
+from slipstream.cli.log import program
+from slipstream.client.connection import Connection, GrpcConnection, HttpConnection, Request
+from slipstream.client.declared_inputs import DeclaredInput, declared_inputs
+from slipstream.client.tensors import Array, datatype_of, text_list
+
+# names of the prompt and of the answer, newest first; INPUT_0 and OUTPUT_0 are of 2023
+_PROMPT_NAMES = ("text_input", "prompt", "text", "INPUT_0")
+_ANSWER_NAMES = ("text_output", "OUTPUT_0")
+_MAX_TOKENS_NAMES = ("max_tokens", "INPUT_1")
+# required inputs of text models that have a neutral value
+_NEUTRAL_TEXTS = {
+    "bad_words": "",
+    "stop_words": "",
+    "INPUT_2": "",
+    "INPUT_3": "",
+    "sampling_parameters": "{}",
+}
+_LARGEST_RANDOM = 128  # above every random integer, so that it fits each integer type
 
 
 def create_parser() -> Parser:
-    parser = Parser("slipstream infer", "Send one prompt to a running server and print the answer.")
+    parser = Parser(
+        "slipstream infer",
+        "Send one request to a running server and print the answer. A text model needs --prompt; "
+        "the other required inputs of a model get random values.",
+    )
     parser.add_argument("-m", "--model", required=True, help="Name of the model.")
-    parser.add_argument("--prompt", required=True, help="Text to complete.")
+    parser.add_argument("--prompt", help="Text to complete; required for text models.")
     parser.add_argument(
         "--max-tokens", type=int, default=128, help="Maximum number of tokens to generate."
     )
-    add_protocol(parser, "http")
+    add_protocol(parser, "grpc" if program() == "triton" else "http")
     add_api_key(parser)
     add_address(parser, "8000, or 8001 with -i grpc")
     return parser
 
 
 def run(given: Namespace) -> int:
-    stream = stream_http if given.protocol == "http" else stream_grpc
     address = server_address(given, PORTS[given.protocol])
-    key = read_api_key(given.api_key)
+    connection = connect(given.protocol, address, read_api_key(given.api_key))
     try:
-        for piece in stream(address, given.model, given.prompt, given.max_tokens, key):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+        with closing_connection(connection):
+            _infer(connection, given)
     except KeyboardInterrupt:
         return 130  # the connection is closed, and the server stops generating
-    except ServerError as error:
-        raise CommandError(str(error)) from error
-    finally:
-        sys.stdout.write("\n")
     return 0
 
 
-def stream_http(
-    address: str, model: str, prompt: str, max_tokens: int, key: str = ""
-) -> Iterator[str]:
-    with closing(HttpConnection(address, key)) as connection:
-        body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True}
-        for event in connection.events(f"/v2/models/{model}/generate_stream", body):
-            text = event.get("text_output", "")
+def _infer(connection: Connection, given: Namespace) -> None:
+    config = connection.config(given.model)
+    inputs = choose_inputs(given.model, config, given.prompt, given.max_tokens)
+    outputs = [tensor["name"] for tensor in config.get("output", [])]
+    answer_name = _first_of(_ANSWER_NAMES, outputs)
+    if given.prompt is None or answer_name is None:
+        _print_tensors("Input", inputs)
+        for tensors in _answers(connection, Request(given.model, inputs)):
+            _print_tensors("Output", tensors)
+        return
+    try:
+        for piece in _pieces(connection, Request(given.model, inputs), answer_name):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    finally:
+        sys.stdout.write("\n")
+
+
+def choose_inputs(
+    model: str, config: Mapping[str, Any], prompt: str | None, max_tokens: int
+) -> dict[str, Array]:
+    """Return the inputs of a request: the prompt, neutral values, and random ones for the rest.
+
+    Optional inputs are left out, except the number of tokens and `stream` of a text model.
+    """
+    declared = declared_inputs(config)
+    prompt_name = _prompt_name(model, declared, prompt)
+    max_tokens_name = _first_of(_MAX_TOKENS_NAMES, declared) if prompt_name else None
+    inputs = {}
+    for name, tensor in declared.items():
+        if name == prompt_name:
+            inputs[name] = tensor.fill(prompt)
+        elif name == max_tokens_name:
+            inputs[name] = tensor.fill(max_tokens)
+        elif name == "stream" and prompt_name and tensor.dtype == "bool":
+            inputs[name] = tensor.fill(True)
+        elif tensor.optional:
+            continue
+        elif tensor.is_text and name in _NEUTRAL_TEXTS:
+            inputs[name] = tensor.fill(_NEUTRAL_TEXTS[name])
+        else:
+            inputs[name] = _random(tensor)
+    return inputs
+
+
+def _prompt_name(
+    model: str, declared: Mapping[str, DeclaredInput], prompt: str | None
+) -> str | None:
+    """Return the input that takes the prompt, or None if there is no prompt and no need of one."""
+    texts = [name for name, tensor in declared.items() if tensor.is_text]
+    name = _first_of(_PROMPT_NAMES, texts)
+    if prompt is None:
+        if name is not None:
+            raise CommandError(f"model '{model}' takes a text in '{name}'; give it with --prompt")
+        return None
+    required = [text for text in texts if not declared[text].optional]
+    if name is None and len(required) != 1:
+        raise CommandError(
+            f"model '{model}' has no input for a prompt; leave --prompt out to send random values"
+        )
+    return name or required[0]
+
+
+def _first_of(wanted: tuple[str, ...], names: Any) -> str | None:
+    return next((name for name in wanted if name in names), None)
+
+
+def _random(tensor: DeclaredInput) -> Array:
+    generator = numpy.random.default_rng()
+    if tensor.is_text:
+        return tensor.fill(str(generator.integers(_LARGEST_RANDOM)))
+    if tensor.dtype.startswith("float"):
+        return generator.random(tensor.shape).astype(tensor.dtype)
+    most = 2 if tensor.dtype == "bool" else _LARGEST_RANDOM
+    return generator.integers(0, most, tensor.shape).astype(tensor.dtype)
+
+
+def _answers(connection: Connection, request: Request) -> Iterator[Mapping[str, Array]]:
+    """Yield the outputs of each response. A model may give several over gRPC."""
+    if isinstance(connection, GrpcConnection):
+        for answer in connection.stream([request]):
+            yield answer.outputs
+    else:
+        yield connection.infer(request).outputs
+
+
+def _pieces(connection: Connection, request: Request, name: str) -> Iterator[str]:
+    """Yield the text of each response."""
+    if isinstance(connection, HttpConnection):
+        body = {field: _json_value(array) for field, array in request.inputs.items()}
+        for event in connection.events(f"/v2/models/{request.model}/generate_stream", body):
+            text = event.get(name, "")
             yield text if isinstance(text, str) else "\n".join(str(one) for one in text)
+        return
+    for outputs in _answers(connection, request):
+        if name in outputs:
+            yield "\n".join(text_list(outputs[name]))
 
 
-def stream_grpc(
-    address: str, model: str, prompt: str, max_tokens: int, key: str = ""
-) -> Iterator[str]:
-    from slipstream.client.tensors import first_text, scalar, texts
-    from slipstream.server.grpc.protocol import messages
+def _json_value(array: Array) -> Any:
+    """Return a tensor as the generate endpoint takes it: one value, or a list."""
+    values = _values(array.reshape(-1))
+    return values[0] if len(values) == 1 else values
 
-    inputs = {
-        "text_input": texts([prompt]),
-        "max_tokens": scalar(max_tokens),
-        "stream": scalar(True),
-    }
-    with closing(GrpcConnection(messages, address, key=key)) as connection:
-        for answer in connection.stream([Request(model, inputs)]):
-            text = answer.outputs.get("text_output")
-            if text is not None:
-                yield first_text(text)
+
+def _values(array: Array) -> Any:
+    if array.dtype != object:
+        return array.tolist()
+    texts = numpy.empty(array.size, dtype=object)
+    texts[:] = text_list(array)
+    return texts.reshape(array.shape).tolist()
+
+
+def _print_tensors(kind: str, tensors: Mapping[str, Array]) -> None:
+    for name, array in tensors.items():
+        document = {
+            "name": name,
+            "shape": list(array.shape),
+            "dtype": datatype_of(array),
+            "value": _values(array),
+        }
+        print(f"{kind}: {json.dumps(document)}", flush=True)

@@ -44,9 +44,20 @@ def run(given: Namespace) -> int:
 
 
 def metrics_document(text: str) -> dict[str, Any]:
-    """Return the samples by name, in the form that Triton CLI prints."""
+    """Return the metric families by name, in the form that Triton CLI prints."""
     document: dict[str, Any] = {}
     for sample in parse_metrics(text):
-        entry = document.setdefault(sample.name, {"description": sample.help, "metrics": []})
-        entry["metrics"].append({"labels": sample.labels, "value": sample.value})
+        family = document.setdefault(
+            sample.family,
+            {
+                "name": sample.family,
+                "description": sample.help,
+                "type": sample.kind,
+                "unit": "",
+                "metrics": [],
+            },
+        )
+        family["metrics"].append(
+            {"name": sample.name, "labels": sample.labels, "value": sample.value}
+        )
     return document

@@ -13,18 +13,21 @@ _SUFFIXES = ("_count", "_sum", "_bucket")
 
 
 class Sample(NamedTuple):
-    """One value. `help` is the text of its metric family."""
+    """One value, with the name, the text and the type of its metric family."""
 
     name: str
     help: str
     labels: dict[str, str]
     value: float
+    family: str
+    kind: str  # such as "counter"; "unknown" without a type
 
 
 def parse_metrics(text: str) -> Iterator[Sample]:
     """Return the samples of a text. Raises ValueError for a line that is not in the format.
 
-    Names are those that Triton CLI prints: the name of a counter always ends in `_total`.
+    Names are those that Triton CLI prints: the name of a counter always ends in `_total`, that of
+    its family never.
     """
     helps: dict[str, str] = {}
     kinds: dict[str, str] = {}
@@ -46,15 +49,22 @@ def _parse_sample(line: str, helps: dict[str, str], kinds: dict[str, str]) -> Sa
     if match is None:
         raise ValueError(f"not a line of Prometheus' text format: '{line}'")
     name = match[1]
-    family = name
+    family = _family(name, kinds)
+    kind = kinds.get(family, "unknown")
+    text = helps.get(family, "")
+    if kind == "counter":
+        family = family.removesuffix("_total")
+        name = f"{family}_total"
+    return Sample(name, text, _parse_labels(match[2] or ""), _parse_value(match[3]), family, kind)
+
+
+def _family(name: str, kinds: dict[str, str]) -> str:
+    """Return the family as the text names it: a histogram's samples end in a suffix."""
     for suffix in _SUFFIXES:
-        if name not in helps and name.endswith(suffix):
-            family = name.removesuffix(suffix)
-    if kinds.get(name) == "counter" and not name.endswith("_total"):
-        name += "_total"
-    return Sample(
-        name, helps.get(family, ""), _parse_labels(match[2] or ""), _parse_value(match[3])
-    )
+        family = name.removesuffix(suffix)
+        if family != name and kinds.get(family) in ("histogram", "summary"):
+            return family
+    return name
 
 
 def _parse_labels(text: str) -> dict[str, str]:

@@ -186,32 +186,24 @@ def _read(file: Path, tree: Message, problems: Problems, folder_name: str) -> Mo
     return _build(file, document, reading)
 
 
-# Parameter → effect of its default, for the defaults of upstream that often surprise users.
-_SURPRISING_DEFAULTS = {"exclude_input_in_output": "False: answers begin with the prompt"}
-
-
 def _fill(document: dict[str, Any], reading: FileReading) -> None:
-    """Replace quoted `"${…}"` by the defaults of the fields that have one, and warn about each."""
+    """Replace quoted `"${…}"` by the defaults of the fields that have one, and warn about each.
+
+    The reader of parameters warns about those of parameters, as it knows which have an effect.
+    """
     for key in ("name", "platform", "backend"):
         match = _PLACEHOLDER.fullmatch(document[key])
         if match:
             document[key] = VARIABLE_DEFAULTS.get(match.group(1), "")
             reading.unfilled.add(key)
-            _warn_unfilled(reading, key, match.group(1), document[key])
-    for key, parameter in document["parameters"].items():
-        match = _PLACEHOLDER.fullmatch(parameter["string_value"])
-        if match:
-            reading.unfilled.add(f"parameters.{key}")
-            _warn_unfilled(
-                reading, f"parameters.{key}", match.group(1), _SURPRISING_DEFAULTS.get(key, "")
+            meaning = (
+                f"using the default ({document[key]})" if document[key] else "using the default"
             )
-
-
-def _warn_unfilled(reading: FileReading, key: str, variable: str, default: str) -> None:
-    meaning = f"using the default ({default})" if default else "using the default"
-    reading.problems.warn(
-        reading.file, reading.lines.get(key, 0), key, f"${{{variable}}} was not filled: {meaning}"
-    )
+            text = f"{match.group()} was not filled: {meaning}"
+            reading.problems.warn(reading.file, reading.lines.get(key, 0), key, text)
+    for key, parameter in document["parameters"].items():
+        if _PLACEHOLDER.fullmatch(parameter["string_value"]):
+            reading.unfilled.add(f"parameters.{key}")
 
 
 def _check(document: dict[str, Any], reading: FileReading, folder_name: str) -> None:

@@ -6,7 +6,7 @@ A value that cannot be converted is treated as unset, as in TensorRT-LLM.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,14 @@ PARAMETERS: Mapping[Role, Mapping[str, str]] = {
     Role.ENSEMBLE: {},
 }
 
+# Parameters that a role shares with upstream's and does not read.
+_UNREAD = {
+    Role.PREPROCESSING: ("gpt_model_path", "engine_dir", "tokenizer_type"),
+    Role.POSTPROCESSING: ("tokenizer_type",),
+}
+# Parameter → effect of its default, for the defaults of upstream that often surprise users.
+_SURPRISING_DEFAULTS = {"exclude_input_in_output": "False: answers begin with the prompt"}
+
 _EXPECTED = {
     "int": "an integer",
     "fraction": "a number above 0 and at most 1",
@@ -122,6 +130,7 @@ class Parameters:
 
 def read_parameters(config: ModelConfig, role: Role, problems: Problems) -> Parameters:
     """Return the parameters of a model, with warnings about those that have no effect."""
+    _warn_unfilled(config, role, problems)
     known = PARAMETERS.get(role)
     if known is None:
         return Parameters(dict(config.parameters))
@@ -144,6 +153,39 @@ def read_parameters(config: ModelConfig, role: Role, problems: Problems) -> Para
         if ineffective is not None and value not in ineffective.harmless:
             _warn(config, problems, name, f"'{given}' has no effect: {ineffective.reason}")
     return Parameters(values)
+
+
+def _warn_unfilled(config: ModelConfig, role: Role, problems: Problems) -> None:
+    """Warn about each parameter that has an effect and was not filled."""
+    for name, value in config.parameters.items():
+        if f"parameters.{name}" in config.unfilled and _has_effect(name, role):
+            default = _SURPRISING_DEFAULTS.get(name)
+            meaning = f"using the default ({default})" if default else "using the default"
+            _warn(config, problems, name, f"{value} was not filled: {meaning}")
+
+
+def report_unfilled(
+    place: str, models: Iterable[tuple[ModelConfig, Role]], problems: Problems
+) -> None:
+    """Warn once about all parameters of a repository that have no effect and were not filled."""
+    names: dict[str, None] = {}
+    for config, role in models:
+        for name in PARAMETERS.get(role, {}):  # the reader has reported the others
+            if f"parameters.{name}" in config.unfilled and not _has_effect(name, role):
+                names[name] = None
+    if names:
+        text = f"{len(names)} parameters were not filled and have no effect: {', '.join(names)}"
+        problems.warn(place, 0, "parameters", text)
+
+
+def _has_effect(name: str, role: Role) -> bool:
+    """Return whether a parameter has an effect. Those of other models may have one."""
+    known = PARAMETERS.get(role)
+    if known is None:
+        return True
+    if name in WITHOUT_EFFECT or name in _UNREAD.get(role, ()):
+        return False
+    return known.get(name, "accepted") != "accepted"
 
 
 def _warn(config: ModelConfig, problems: Problems, parameter: str, text: str) -> None:

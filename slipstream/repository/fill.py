@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.repository.problems import did_you_mean
+from slipstream.repository.releases.render import find_variable
 from slipstream.weights.whole_file import write_whole
 
 # Variables that later releases fill by themselves. A template without them is not changed.
@@ -30,6 +31,7 @@ class FillResult:
     text: str
     unknown: tuple[str, ...]  # substitutions that the template has no variable for
     left: tuple[str, ...]  # variables without a substitution; the server uses their defaults
+    unused: frozenset[str]  # variables that no substitution was given for
 
 
 def parse_substitutions(text: str) -> dict[str, str]:
@@ -57,23 +59,29 @@ def fill_text(text: str, values: Mapping[str, str]) -> FillResult:
         return match.group()
 
     filled = _VARIABLE.sub(replace, text)
-    return FillResult(filled, tuple(key for key in values if key not in named), tuple(left))
+    unknown = tuple(key for key in values if key not in named)
+    return FillResult(filled, unknown, tuple(left), frozenset(named - values.keys()))
 
 
-def report(file: str, text: str, filled: FillResult) -> list[str]:
+def report(file: str, filled: FillResult) -> list[str]:
     """Return one line per unused substitution, and one line that lists the unfilled variables."""
-    known = [
-        match["braced"] or match["bare"]
-        for match in _VARIABLE.finditer(text)
-        if not match["escaped"]
-    ]
-    lines = [
-        f"{file}: no variable ${{{key}}} in it, '{key}' was not used{did_you_mean(key, set(known))}"
-        for key in filled.unknown
-    ]
+    lines = []
+    for key in filled.unknown:
+        reason = _other_templates(key) or did_you_mean(key, filled.unused)
+        lines.append(f"{file}: no variable ${{{key}}} in it, '{key}' was not used{reason}")
     if filled.left:
         lines.append(f"{file}: not filled, so their defaults are used: {', '.join(filled.left)}")
     return lines
+
+
+def _other_templates(key: str) -> str:
+    """Return the templates that have a variable, as the end of a sentence, or nothing."""
+    places = []
+    for model, releases in find_variable(key).items():
+        first = releases[0]
+        last = releases[-1]
+        places.append(f"{model} ({first if first == last else f'{first} to {last}'})")
+    return f"; other templates have it: {', '.join(places)}" if places else ""
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -21,9 +21,15 @@ from slipstream.repository.config import (
     QueuePolicy,
     read_model_config,
 )
-from slipstream.repository.engine_parameters import Parameters, engine_settings, read_parameters
+from slipstream.repository.engine_parameters import (
+    Parameters,
+    engine_settings,
+    read_parameters,
+    report_unfilled,
+)
 from slipstream.repository.ensembles import check_graph
 from slipstream.repository.folders import find_adapters, find_engine, find_tokenizer
+from slipstream.repository.own_code import is_users_model, report_code, report_unknown_models
 from slipstream.repository.problems import Problem, Problems, RepositoryError
 from slipstream.repository.roles import (
     Role,
@@ -163,7 +169,9 @@ def inspect_repository(
     configs = {name: model.config for name, model in models.items()}
     for name in sorted(graphs):
         check_graph(configs[name], configs, problems)
-    _report_unknown(ours, problems)
+    report_unknown_models(ours.values(), problems)
+    places = ", ".join(str(folder) for folder in folders)
+    report_unfilled(places, ((model.config, model.role) for model in ours.values()), problems)
     models = {
         name: _fill_batch_size(model, engines, pipelines, problems)
         for name, model in models.items()
@@ -197,23 +205,6 @@ def _read_folders(
         places = ", ".join(str(folder) for folder in folders)
         problems.error(places, 0, "", f"no model in it (a model is a folder with {CONFIG_NAME})")
     return models
-
-
-def _report_unknown(models: Mapping[str, RepositoryModel], problems: Problems) -> None:
-    for name, model in models.items():
-        if model.role is not Role.OTHER or model.malformed:
-            continue
-        backend = model.config.backend or model.config.platform
-        text = (
-            f"unable to find backend library for backend '{backend}', "
-            "try specifying runtime on the model configuration."
-        )
-        if backend == "python":
-            text = (
-                f"model '{name}' has none of the known roles, "
-                "and code from a repository is not executed"
-            )
-        problems.error(model.config.file, 0, "", text)
 
 
 def _read_models(
@@ -448,6 +439,9 @@ def _read_bls(
     engine = wanted or "tensorrt_llm"
     if wanted is None and engine not in engines and len(engines) == 1:
         engine = engines[0]
+    if engine not in engines and is_users_model(model):
+        report_code(model, problems)
+        return None
     if engine not in engines:
         key = "parameters.tensorrt_llm_model_name"
         others = f" (there is {', '.join(engines)})" if engines else ""

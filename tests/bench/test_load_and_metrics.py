@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -22,8 +23,9 @@ from slipstream.bench.input_data import (
 from slipstream.bench.llm_metrics import llm_metrics
 from slipstream.bench.llm_report import csv_report, json_report
 from slipstream.bench.load import Load, Record, WindowRule, measure_all, measure_windows
+from slipstream.bench.perf_analyzer import LoadSettings, level_lines, measure_level
 from slipstream.bench.prompts import HISTOGRAMS, Lengths, histogram_prompts, synthetic_prompt
-from slipstream.client.connection import Request
+from slipstream.client.connection import Answer, Connection, Request
 from slipstream.client.tensors import texts
 
 MS = 1_000_000
@@ -141,6 +143,51 @@ def test_windows_end_when_three_are_stable_or_at_the_maximum() -> None:
     unsettled = measure_windows(load, WindowRule(0.02, 0.0, 4))
     load.close()
     assert not unsettled.stable
+
+
+class CountingServer:
+    """A server that counts a request as it answers it, and its statistics."""
+
+    def __init__(self) -> None:
+        self.served = 0
+        self.readings: list[int] = []
+        self._lock = threading.Lock()
+
+    def infer(self, request: Request) -> Answer:
+        time.sleep(0.001)
+        with self._lock:
+            self.served += 1
+        return Answer({})
+
+    def statistics(self, model: str) -> dict[str, Any]:
+        served = self.served
+        self.readings.append(served)
+        count = {"count": str(served), "ns": str(served * 5000)}
+        stats = {"inference_count": str(served), "inference_stats": {"success": count}}
+        return {"model_stats": [stats]}
+
+
+def test_the_server_counts_the_requests_of_the_measured_windows_only() -> None:
+    server = CountingServer()
+    settings = LoadSettings("m", 1, WindowRule(0.02, 0.0, 8), warmup_request_count=3)
+    level = measure_level(cast(Connection, server), [Request("m", {})], settings, 2)
+    assert len(server.readings) == 9  # where each of the eight windows begins and ends
+    assert len(level.measured.boundaries) == 4  # the last three windows are measured
+    assert level.server.requests == server.readings[8] - server.readings[5]
+    assert level.server.inferences == level.server.requests
+    assert level.server.average_us("success") == 5
+    begin, *_, end = level.measured.boundaries
+    assert all(begin < record.last <= end for record in level.measured.records)
+
+
+def test_a_number_of_requests_is_counted_alike_by_client_and_server() -> None:
+    server = CountingServer()
+    settings = LoadSettings("m", 1, WindowRule(1, 0.1, 8), 25, warmup_request_count=3)
+    level = measure_level(cast(Connection, server), [Request("m", {})], settings, 4)
+    assert (len(level.measured.records), level.server.requests, server.served) == (25, 25, 28)
+    lines = level_lines(level, settings)
+    assert "    Request count: 25" in lines
+    assert "    Successful request count: 25" in lines
 
 
 CONFIG = {

@@ -31,7 +31,7 @@ class LetterTokenizer:
 
 def config(**inputs: str) -> dict[str, Any]:
     tensors = [
-        {"name": name, "data_type": kind, "optional": name == "min_length"}
+        {"name": name, "data_type": kind, "dims": ["1"], "optional": name == "min_length"}
         for name, kind in inputs.items()
     ]
     return {"input": tensors, "output": [{"name": "text_output"}]}
@@ -89,10 +89,11 @@ def test_a_request_has_the_names_and_types_of_the_model() -> None:
     old = TextModel(
         "m",
         {
+            "max_batch_size": 8,
             "input": [
-                {"name": "INPUT_0", "data_type": "TYPE_STRING"},
-                {"name": "INPUT_1", "data_type": "TYPE_UINT32"},
-                {"name": "INPUT_2", "data_type": "TYPE_STRING"},
+                {"name": "INPUT_0", "data_type": "TYPE_STRING", "dims": ["1"]},
+                {"name": "INPUT_1", "data_type": "TYPE_UINT32", "dims": ["1"]},
+                {"name": "INPUT_2", "data_type": "TYPE_STRING", "dims": ["-1"]},
             ],
             "output": [{"name": "OUTPUT_0"}],
         },
@@ -102,6 +103,15 @@ def test_a_request_has_the_names_and_types_of_the_model() -> None:
     assert request.inputs["INPUT_0"].tolist() == [[b"hi"]]
     assert request.inputs["INPUT_1"].dtype == numpy.uint32
     assert request.inputs["INPUT_2"].tolist() == [[b""]]  # required, so it is sent empty
+
+
+def test_a_request_to_a_model_without_batches_has_the_declared_shape() -> None:
+    model = TextModel("m", config(text_input="TYPE_STRING", max_tokens="TYPE_INT32"))
+    request = model.request({"model": "m", "text_input": "hi", "max_tokens": 3}, 0)
+    assert {name: array.tolist() for name, array in request.inputs.items()} == {
+        "text_input": [b"hi"],
+        "max_tokens": [3],
+    }
 
 
 def test_a_model_without_text_and_an_unknown_input_are_refused() -> None:

@@ -1,6 +1,7 @@
 """`slipstream infer` against servers that fail. tests/server/test_lifecycle.py has a good server."""
 
 import http.server
+import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 from command_line import run_cli
+
+from slipstream.cli.arguments import CommandError
+from slipstream.cli.infer import choose_inputs
 
 
 def free_port():
@@ -73,8 +77,24 @@ def test_a_full_queue_is_reported_with_the_servers_text():
     assert (result.exit_code, result.output.strip()) == (1, "error: Exceeds maximum queue size")
 
 
+CONFIG = {
+    "max_batch_size": 4,
+    "input": [
+        {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]},
+        {"name": "max_tokens", "data_type": "TYPE_INT32", "dims": [1]},
+    ],
+    "output": [{"name": "text_output", "data_type": "TYPE_STRING", "dims": [1]}],
+}
+
+
 class Canned(http.server.BaseHTTPRequestHandler):
     status, body = 200, b""
+
+    def do_GET(self):
+        assert self.path == "/v2/models/x/config"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(CONFIG).encode())
 
     def do_POST(self):
         self.rfile.read(int(self.headers["content-length"]))
@@ -84,6 +104,12 @@ class Canned(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *arguments):
         pass
+
+
+def serve_two(server):
+    """Answer the questions for the configuration and for the text."""
+    server.handle_request()
+    server.handle_request()
 
 
 @pytest.mark.parametrize("source", ["file", "variable"])
@@ -104,7 +130,7 @@ def test_the_key_is_sent_over_http(source, tmp_path, monkeypatch):
     else:
         monkeypatch.setenv("SLIPSTREAM_API_KEY", "secret")
     with http.server.HTTPServer(("127.0.0.1", 0), Noting) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
+        threading.Thread(target=serve_two, args=(server,), daemon=True).start()
         result = run_cli([*arguments, "-p", str(server.server_port)])
     assert (result.exit_code, result.output.strip(), seen) == (0, "yes", ["Bearer secret"])
 
@@ -178,10 +204,82 @@ def test_errors_go_to_stderr_with_exit_code_1(answer, status, body, text):
     assert f"error: {text}" in result.stderr
 
 
-def test_the_prompt_is_required():
-    result = run_cli(["infer", "-m", "x"])
-    assert result.exit_code == 2
-    assert "--prompt" in result.output
+TEXT = {"name": "text_input", "data_type": "TYPE_STRING", "dims": ["1"]}
+NUMBERS = {"name": "INPUT0", "data_type": "TYPE_FP32", "dims": ["-1", "4"]}
+
+
+def test_the_prompt_is_required_only_for_text_models():
+    with pytest.raises(CommandError, match="takes a text in 'text_input'; give it with --prompt"):
+        choose_inputs("m", {"input": [TEXT]}, None, 5)
+    with pytest.raises(CommandError, match="model 'm' has no input for a prompt"):
+        choose_inputs("m", {"input": [NUMBERS]}, "hi", 5)
+    assert choose_inputs("m", {"input": [NUMBERS]}, None, 5).keys() == {"INPUT0"}
+
+
+@pytest.mark.parametrize(("batch_size", "shape"), [(0, (1,)), (8, (1, 1))])
+def test_inputs_have_the_declared_shape(batch_size, shape):
+    tokens = {"name": "max_tokens", "data_type": "TYPE_INT32", "dims": ["1"], "optional": True}
+    config = {"max_batch_size": batch_size, "input": [TEXT, tokens]}
+    inputs = choose_inputs("m", config, "hi", 5)
+    assert {name: (array.shape, array.item()) for name, array in inputs.items()} == {
+        "text_input": (shape, b"hi"),
+        "max_tokens": (shape, 5),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "most"),
+    [
+        ("TYPE_FP16", "float16", 1),
+        ("TYPE_FP32", "float32", 1),
+        ("TYPE_INT8", "int8", 127),
+        ("TYPE_UINT64", "uint64", 127),
+        ("TYPE_BOOL", "bool", 1),
+    ],
+)
+def test_random_inputs_have_the_declared_type(kind, dtype, most):
+    config = {"max_batch_size": 2, "input": [{**NUMBERS, "data_type": kind, "dims": ["-1", "400"]}]}
+    array = choose_inputs("m", config, None, 5)["INPUT0"]
+    assert (array.dtype, array.shape) == (dtype, (1, 1, 400))
+    assert 0 <= array.min() < array.max() <= most
+
+
+def test_other_inputs_of_text_models_are_neutral_or_left_out():
+    """As vLLM's and the first ensembles have them."""
+    required = {"data_type": "TYPE_STRING", "dims": ["1"]}
+    config = {
+        "input": [
+            {"name": "prompt", **required},
+            {"name": "sampling_parameters", **required},
+            {"name": "bad_words", **required},
+            {"name": "stop_words", **required, "optional": True},
+            {"name": "stream", "data_type": "TYPE_BOOL", "dims": ["1"], "optional": True},
+        ]
+    }
+    inputs = choose_inputs("m", config, "hi", 5)
+    assert {name: array.tolist() for name, array in inputs.items()} == {
+        "prompt": [b"hi"],
+        "sampling_parameters": [b"{}"],
+        "bad_words": [b""],
+        "stream": [True],
+    }
+
+
+def test_a_model_with_one_text_input_of_any_name_takes_the_prompt():
+    config = {"input": [{**TEXT, "name": "QUERY"}, NUMBERS]}
+    assert choose_inputs("m", config, "hi", 5)["QUERY"].tolist() == [b"hi"]
+
+
+def test_a_type_that_numpy_lacks_is_refused_by_name():
+    config = {"input": [{**NUMBERS, "data_type": "TYPE_BF16"}]}
+    with pytest.raises(ValueError, match="the input INPUT0 has the type TYPE_BF16"):
+        choose_inputs("m", config, None, 5)
+
+
+def test_the_protocol_of_triton_is_grpc_as_in_its_own_program():
+    arguments = ["infer", "-m", "x", "-u", "127.0.0.1", "-p", str(free_port())]
+    assert "no server answers at" in run_cli(arguments).output
+    assert "no server answers gRPC at" in run_cli(arguments, "triton").output
 
 
 def test_the_url_may_hold_the_port():
@@ -189,7 +287,7 @@ def test_the_url_may_hold_the_port():
         body = b'data: {"text_output": "yes"}\n\n'
 
     with http.server.HTTPServer(("127.0.0.1", 0), Answering) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
+        threading.Thread(target=serve_two, args=(server,), daemon=True).start()
         address = f"127.0.0.1:{server.server_port}"
         result = run_cli(["infer", "-m", "x", "--prompt", "y", "-u", address])
     assert (result.exit_code, result.output) == (0, "yes\n")

@@ -83,7 +83,7 @@ def test_version():
             "there is no option --http-prot; did you mean --http-port?",
         ),
         (["infer", "--promt", "x"], "there is no option --promt; did you mean --prompt?"),
-        (["infer", "-m", "x"], "the following arguments are required: --prompt"),
+        (["infer", "--prompt", "x"], "the following arguments are required: -m/--model"),
         (["start", "a", "b"], "unexpected argument 'b'"),
         (["start", "--http-port", "x"], "argument --http-port: invalid int value: 'x'"),
     ],

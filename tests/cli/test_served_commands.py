@@ -340,7 +340,11 @@ class TestTritonCli:
         self, server: RealServer, capsys: pytest.CaptureFixture[str]
     ) -> None:
         document = json.loads(ask(capsys, "metrics", "-u", server.metrics))
-        family = document["nv_inference_request_success_total"]
+        family = document["nv_inference_request_success"]
+        assert (family["type"], family["unit"]) == ("counter", "")
+        assert {entry["name"] for entry in family["metrics"]} == {
+            "nv_inference_request_success_total"
+        }
         assert {entry["labels"]["model"] for entry in family["metrics"]} >= {
             "ensemble",
             "tensorrt_llm",
@@ -553,7 +557,10 @@ class TestLoad:
     ) -> None:
         for flags, name in (
             (["--service-kind", "openai"], "--service-kind openai"),
-            (["--", "--collect-metrics"], "--collect-metrics after --"),
+            (["--", "--collect-metrics"], "--collect-metrics after -- is not available here"),
+            (["--", "--shape", "x:1"], "--shape after -- is not available here"),
+            (["--", "-i", "http"], "-i http after --: only grpc is measured here"),
+            (["--", "--request-rate-range=1:3"], "--request-rate-range after -- takes one rate"),
         ):
             assert run_command("bench", ["-m", "x", *flags]) == 1
             assert f"error: {name}" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.cli.commands import run_command
 from slipstream.repository.fill import FillError, fill_text, parse_substitutions, report
+from slipstream.repository.releases.render import render_template
 
 
 @pytest.mark.parametrize(
@@ -38,11 +39,35 @@ def test_both_forms_of_a_variable_are_filled_and_other_text_is_kept() -> None:
 
 def test_a_misspelt_key_is_reported_with_the_nearest_one() -> None:
     text = "max_batch_size: ${triton_max_batch_size} q: ${max_queue_size}"
-    lines = report("f", text, fill_text(text, {"triton_max_batch": "4"}))
+    lines = report("f", fill_text(text, {"triton_max_batch": "4"}))
     assert lines == [
         "f: no variable ${triton_max_batch} in it, 'triton_max_batch' was not used; "
         "did you mean 'triton_max_batch_size'?",
         "f: not filled, so their defaults are used: triton_max_batch_size",
+    ]
+
+
+def test_a_key_that_is_given_is_not_suggested() -> None:
+    filled = fill_text(
+        "d: ${tokenizer_dir} t: ${tokens}", {"tokenizer_dir": "/x", "tokenizer_di": "/x"}
+    )
+    assert (
+        report("f", filled)[0]
+        == "f: no variable ${tokenizer_di} in it, 'tokenizer_di' was not used"
+    )
+    # a variable with a value of its own can still be meant
+    (line, *_) = report("f", fill_text("q: ${max_queue_size}", {"max_queue_siz": "1"}))
+    assert line.endswith("'max_queue_siz' was not used; did you mean 'max_queue_size'?")
+
+
+def test_a_key_of_other_templates_is_reported_with_their_releases() -> None:
+    template = render_template("inflight_batcher_llm", "preprocessing", "v0.10")
+    values = {"tokenizer_dir": "/x", "tokenizer_type": "auto", "bls_instance_count": "1"}
+    lines = report("f", fill_text(template, values))
+    assert [line.partition("was not used; ")[2] for line in lines[:2]] == [
+        "other templates have it: preprocessing (2023-09 to 2024-01), "
+        "postprocessing (2023-09 to 2024-01)",
+        "other templates have it: tensorrt_llm_bls (2024-01 to v0.18)",
     ]
 
 

@@ -10,8 +10,11 @@ from tiny_text import write_engine_folder
 from slipstream.engine.settings import EngineSettings
 from slipstream.repository.models import Repository, inspect_repository, read_repository
 from slipstream.repository.problems import RepositoryError
+from slipstream.repository.releases.render import render_template
+from slipstream.repository.releases.tables import list_models
 from slipstream.repository.roles import Role
 from slipstream.repository.templates import fill, template, template_names
+from slipstream.repository.without_effect import WITHOUT_EFFECT
 from slipstream.request_fields.table import BLS_INPUTS
 
 
@@ -55,7 +58,14 @@ def test_unfilled_templates_are_served_with_defaults(tmp_path: Path, engine: Pat
     assert ("tensorrt_llm", "backend") in warned
     assert ("preprocessing", "parameters.tokenizer_dir") in warned
     assert len(warned) == len(unfilled)  # one warning per variable
-    assert [problem.text for problem in repository.warnings if problem not in unfilled] == []
+    without_effect = (
+        "8 parameters were not filled and have no effect: gpu_device_ids, medusa_choices, "
+        "kv_cache_onboard_blocks, cancellation_check_period_ms, stats_check_period_ms, "
+        "iter_stats_max_iterations, request_stats_max_iterations, gpu_weights_percent"
+    )
+    assert [
+        (problem.file, problem.text) for problem in repository.warnings if problem not in unfilled
+    ] == [(str(tmp_path / "repo"), without_effect)]
     echo = "${exclude_input_in_output} was not filled: using the default (False: answers begin with the prompt)"
     assert [problem.text for problem in unfilled if "begin with" in problem.text] == [echo]
 
@@ -119,7 +129,9 @@ def test_a_parameter_without_effect_is_reported_with_the_reason(
     values["engine_dir"] = str(engine)
     repository = read_repository(write_templates(tmp_path / "repo", values))
     said = {
-        problem.key: problem.text for problem in repository.warnings if "no effect" in problem.text
+        problem.key: problem.text
+        for problem in repository.warnings
+        if "has no effect" in problem.text
     }
     assert said == {
         "parameters.gpu_weights_percent": "'0.5' has no effect: all weights are on the device; a weight-only build makes them smaller",
@@ -235,6 +247,61 @@ def test_an_unknown_parameter_is_reported_with_the_closest_name(
     assert len(said) == 1
     assert "parameters.enable_kv_cache_resue" in said[0]
     assert "did you mean 'enable_kv_cache_reuse'?" in said[0]
+
+
+def test_unfilled_parameters_of_a_late_release_without_effect_are_one_line(
+    tmp_path: Path, engine: Path
+) -> None:
+    repo = tmp_path / "repo"
+    for name in list_models("inflight_batcher_llm", "v0.18"):
+        text = render_template("inflight_batcher_llm", name, "v0.18")
+        (repo / name / "1").mkdir(parents=True)
+        (repo / name / "config.pbtxt").write_text(fill(text, {"engine_dir": str(engine)}))
+    warnings = read_repository(repo).warnings
+    (line,) = [warning for warning in warnings if "not filled and have no effect" in warning.text]
+    assert line.text.startswith("20 parameters were not filled and have no effect: visual_model")
+    names = set(line.text.partition(": ")[2].split(", "))
+    assert len(names) == 20
+    assert names <= WITHOUT_EFFECT.keys()
+    own_lines = {warning.key.removeprefix("parameters.") for warning in warnings} - {"parameters"}
+    assert own_lines & names == set()
+    assert {"batch_scheduler_policy", "decoding_mode", "add_special_tokens"} <= own_lines
+
+
+PYTHON_MODEL = """
+backend: "python"
+input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] },
+        { name: "max_tokens" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] } ]
+"""
+
+
+def test_a_python_model_with_the_tensors_of_a_bls_model_is_reported_as_one(tmp_path: Path) -> None:
+    folder = tmp_path / "mock_llm"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(PYTHON_MODEL)
+    (folder / "1" / "model.py").write_text("")
+    expected = (
+        f"{folder}/config.pbtxt: backend: 'mock_llm' is a Python model, and code from a repository "
+        "is not executed; give --allow-python-models to run it"
+    )
+    assert [str(error) for error in inspect_repository(tmp_path)[1].errors] == [expected]
+    assert inspect_repository(tmp_path, ["mock_llm"])[1].errors == ()
+    # upstream's BLS model has parameters of its own; it only lacks its engine
+    parameter = 'parameters { key: "accumulate_tokens" value { string_value: "" } }'
+    (folder / "config.pbtxt").write_text(PYTHON_MODEL + parameter)
+    (error,) = inspect_repository(tmp_path)[1].errors
+    assert error.text == "there is no engine model 'tensorrt_llm' here"
+
+
+def test_a_python_model_without_code_is_reported_with_the_missing_file(tmp_path: Path) -> None:
+    folder = tmp_path / "add_sub"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text('backend: "python"')
+    (error,) = inspect_repository(tmp_path)[1].errors
+    assert error.text == (
+        f"'add_sub' is a Python model without code: there is no {folder / '1' / 'model.py'}"
+    )
 
 
 def test_code_in_a_repository_is_not_executed(tmp_path: Path, engine: Path) -> None:

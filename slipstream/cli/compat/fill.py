@@ -36,6 +36,6 @@ def run(given: Namespace) -> int:
         replace_file(given.file, filled.text)
     else:
         print(filled.text)
-    for line in report(str(given.file), text, filled):
+    for line in report(str(given.file), filled):
         print(f"[WARNING] {line}", file=sys.stderr)
     return 0

@@ -91,7 +91,7 @@ def _run(given: FlagValues) -> int:
     configure_log(format=given["log-format"])
     _check(given)
     if rank() != 0:
-        return wait_quietly()
+        return wait_for_signal(rank())
     with capture_output():
         return _serve(given)
 
@@ -111,9 +111,14 @@ def rank(environment: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
-def wait_quietly() -> int:
+def wait_for_signal(own_rank: int) -> int:
     """Wait for a signal, as a rank other than 0. Rank 0 serves and starts its engines itself."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    logger.info(
+        "rank %d serves nothing and waits for a signal to end: rank 0 is the server, and it starts "
+        "its engines itself",
+        own_rank,
+    )
     signal.sigwait({signal.SIGINT, signal.SIGTERM})
     return 0
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slipstream.repository.releases.tables import RELEASES, REPOSITORIES, Tensor, read_model
+from slipstream.repository.releases.tables import (
+    RELEASES,
+    REPOSITORIES,
+    Tensor,
+    list_models,
+    read_model,
+)
 from slipstream.repository.releases.wiring import Step, ensemble_steps
 
 _WHAT = {
@@ -48,6 +54,21 @@ def render_template(repository: str, model: str, release: str) -> str:
             )
         )
     return "\n\n".join(blocks) + "\n"
+
+
+def find_variable(name: str) -> dict[str, list[str]]:
+    """Return the models whose templates have a variable, with the releases that have it."""
+    found: dict[str, list[str]] = {}
+    for repository, models in REPOSITORIES.items():
+        for model in models:
+            for release in RELEASES:
+                if model not in list_models(repository, release):
+                    continue
+                releases = found.get(model, [])
+                text = render_template(repository, model, release)
+                if f"${{{name}}}" in text and release not in releases:
+                    found[model] = [*releases, release]
+    return found
 
 
 def _is_early(release: str) -> bool:

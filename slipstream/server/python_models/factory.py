@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.models import RepositoryModel
+from slipstream.repository.own_code import code_file, has_own_code
 from slipstream.repository.roles import Role
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import ServedModel
@@ -51,7 +52,7 @@ class PythonModels(ModelFactory):
     def claims(self, model: RepositoryModel) -> bool:
         if model.config.backend != "python" or model.role is Role.ENGINE:
             return False
-        return any(_file(model, version).is_file() for version in model.versions)
+        return has_own_code(model)
 
     def metric_families(self) -> Iterator[Family]:
         return self.metrics.families()
@@ -62,9 +63,4 @@ class PythonModels(ModelFactory):
         context = PythonModelContext(
             registry.find, self.control, self.metrics, self._limiter, self._complete_config
         )
-        return await open_python_model(model.config, _file(model, version).parent, context)
-
-
-def _file(model: RepositoryModel, version: int) -> Path:
-    name = model.config.document.get("default_model_filename") or "model.py"
-    return model.folder / str(version) / name
+        return await open_python_model(model.config, code_file(model, version).parent, context)
