@@ -17,13 +17,16 @@ from slipstream.cli.list_models import DEFAULT_REPOSITORY, REPOSITORY_OPTIONS, r
 from slipstream.server.engine_link.child import child_environment
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.output import configure_log
+from slipstream.weights.home import expand_home
 
 if TYPE_CHECKING:
     from slipstream.cli.compat.tritonserver_settings import Tracing
-    from slipstream.server.options import ServerOptions
+    from slipstream.server.options import Port, ServerOptions
 
 DEFAULT_MODEL = "smollm2-135m"
 _AUTO = "auto"
+_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
+_OPENAI_PORT = 9000  # of Triton's OpenAI frontend
 
 
 def create_parser() -> Parser:
@@ -45,6 +48,7 @@ def create_parser() -> Parser:
         help=f"Folder that holds the models (default: {DEFAULT_REPOSITORY}).",
     )
     _add_ports(parser)
+    _add_chat(parser)
     _add_keys(parser)
     _add_engine(parser)
     _add_log(parser)
@@ -55,6 +59,7 @@ def create_parser() -> Parser:
         choices=["local", "docker"],
         help="Only local is supported; docker is refused.",
     )
+    ignored.add_argument("--image", help="Accepted for compatibility; no effect without docker.")
     add_verbose(ignored)
     return parser
 
@@ -66,21 +71,22 @@ def _add_ports(parser: Parser) -> None:
         default="127.0.0.1",
         help="IP address to listen on; 0.0.0.0: all interfaces.",
     )
-    for name, service, port in (("http", "HTTP", 8000), ("grpc", "gRPC", 8001)):
+    group.add_argument(
+        "--frontend",
+        default="kserve",
+        choices=["kserve", "openai"],
+        help="openai: listen at port 9000 for HTTP only, with /metrics on it, as Triton's OpenAI "
+        "frontend. OpenAI's routes are served with either.",
+    )
+    for name, service in (("http", "HTTP"), ("grpc", "gRPC"), ("metrics", "metrics")):
+        openai = f"{_OPENAI_PORT} with" if name == "http" else "none with"
         group.add_argument(
             f"--{name}-port",
             type=int,
-            default=port,
             metavar="PORT",
-            help=f"Port for {service}; 0: any free port.",
+            help=f"Port for {service}; 0: any free port (default: {_PORTS[name]}, or {openai} "
+            "--frontend openai).",
         )
-    group.add_argument(
-        "--metrics-port",
-        type=int,
-        default=8002,
-        metavar="PORT",
-        help="Port for metrics; 0: any free port.",
-    )
     group.add_argument(
         "--http-metrics",
         action="store_true",
@@ -99,6 +105,15 @@ def _add_ports(parser: Parser) -> None:
         default=30.0,
         metavar="SECONDS",
         help="At exit, wait this long for running requests to finish.",
+    )
+
+
+def _add_chat(parser: Parser) -> None:
+    parser.group("chat").add_argument(
+        "--openai-chat-template-tokenizer",
+        metavar="FOLDER",
+        help="Folder or hub id of the tokenizer whose chat template all models use (default: each "
+        "model's own).",
     )
 
 
@@ -175,7 +190,7 @@ def run(given: Namespace) -> int:
 
 def _server_options(given: Namespace) -> ServerOptions:
     from slipstream.server.engine_link.client import Supervision
-    from slipstream.server.options import Port, ServerOptions
+    from slipstream.server.options import ServerOptions
 
     if given.mode == "docker":
         raise CommandError("--mode docker: there is no container to start; leave it out")
@@ -184,21 +199,50 @@ def _server_options(given: Namespace) -> ServerOptions:
     overrides = {"dtype": given.dtype, "device": given.device}
     return ServerOptions(
         repositories=(_repository(given.model, given.repo),),
-        http=Port(given.http_port, given.address),
-        grpc=Port(given.grpc_port, given.address),
+        http=_port(given, "http"),
+        grpc=_port(given, "grpc"),
         grpc_settings={"transport": given.grpc_transport},
-        metrics=Port(given.metrics_port, given.address),
-        http_metrics=given.http_metrics,
+        metrics=_port(given, "metrics"),
+        http_metrics=given.http_metrics or given.frontend == "openai",
         exit_timeout_seconds=given.exit_timeout_secs,
         access=access,
         allow_python_models=given.allow_python_models,
         engine_settings={name: value for name, value in overrides.items() if value != _AUTO},
+        chat_template_folder=_chat_template_folder(given.openai_chat_template_tokenizer),
         trace_settings=tracing.settings,
         trace_export=tracing.export,
         supervision=Supervision(
             silence_seconds=given.watchdog_secs, start_seconds=given.server_timeout
         ),
     )
+
+
+def _port(given: Namespace, name: str) -> Port:
+    """Return a port. With --frontend openai only HTTP listens unless another port is given."""
+    from slipstream.server.options import Port
+
+    number: int | None = getattr(given, f"{name}_port")
+    if number is not None:
+        return Port(number, given.address)
+    if given.frontend == "kserve":
+        return Port(_PORTS[name], given.address)
+    return Port(_OPENAI_PORT, given.address, open=name == "http")
+
+
+def _chat_template_folder(tokenizer: str | None) -> Path | None:
+    """Return the folder of the tokenizer whose chat templates all models use."""
+    if tokenizer is None:
+        return None
+    from slipstream.server.text.folder import read_tokenizer_folder
+    from slipstream.weights.sources.hub import fetch_tokenizer
+
+    option = "--openai-chat-template-tokenizer"
+    folder = expand_home(tokenizer, option)
+    if not folder.is_dir():
+        folder = fetch_tokenizer(tokenizer)
+    if "default" not in read_tokenizer_folder(folder).chat_templates:
+        raise CommandError(f"{option} {tokenizer}: the tokenizer has no chat template")
+    return folder
 
 
 def _serve(options: ServerOptions) -> int:

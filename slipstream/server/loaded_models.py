@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from slipstream.repository.models import EngineModel, Repository, RepositoryModel
@@ -22,6 +23,7 @@ from slipstream.server.kserve.inference import ModelRegistry, ServedModel
 from slipstream.server.models.build import engine_names, served_model
 from slipstream.server.models.factories import ModelFactory, find_factory
 from slipstream.server.models.generating import ServedEngine
+from slipstream.server.text.folder import read_tokenizer_folder
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.server.warmup import warm_up
@@ -67,11 +69,16 @@ class ModelBuilder:
     """Builds models from the repository: with factories, engines and the models they use."""
 
     def __init__(
-        self, registry: ModelRegistry, engines: EnginePool, factories: Sequence[ModelFactory]
+        self,
+        registry: ModelRegistry,
+        engines: EnginePool,
+        factories: Sequence[ModelFactory],
+        chat_template_folder: Path | None,
     ) -> None:
         self._registry = registry
         self._engines = engines
         self._factories = factories
+        self._chat_template_folder = chat_template_folder
 
     async def build(
         self,
@@ -113,25 +120,28 @@ class ModelBuilder:
         if model.name in repository.engines:
             engine_model = repository.engines[model.name]
             built.client = await self._engines.start(engine_model)
-            built.engine = await load_tokenizer(engine_model, built.client)
+            built.engine = await self._load_tokenizer(engine_model, built.client)
         engines: dict[str, ServedEngine] = {}
         for name in engine_names(repository, model):
             found = built.engine if name == model.name else find_loaded(name)
             if found is None:
                 # the models around an engine need its tokenizer, but not the engine itself
                 engine_model = repository.engines[name]
-                found = await load_tokenizer(engine_model, self._engines.create(engine_model))
+                found = await self._load_tokenizer(engine_model, self._engines.create(engine_model))
             engines[name] = found
         served = served_model(repository, model, engines.__getitem__, self._registry)
         built.versions.update(dict.fromkeys(model.versions, served))
 
-
-async def load_tokenizer(model: EngineModel, client: EngineClient) -> ServedEngine:
-    """Return an engine with its tokenizer, which is read in a thread: its file may be large."""
-    tokenizer = await asyncio.to_thread(Tokenizer.load, model.tokenizer_folder)
-    return ServedEngine(
-        model, TextGenerator(tokenizer, client), AdapterRegistry(model.adapter_folder)
-    )
+    async def _load_tokenizer(self, model: EngineModel, client: EngineClient) -> ServedEngine:
+        """Return an engine with its tokenizer, which is read in a thread: its file may be large."""
+        tokenizer = await asyncio.to_thread(Tokenizer.load, model.tokenizer_folder)
+        if self._chat_template_folder is not None:
+            tokenizer.chat_templates = read_tokenizer_folder(
+                self._chat_template_folder
+            ).chat_templates
+        return ServedEngine(
+            model, TextGenerator(tokenizer, client), AdapterRegistry(model.adapter_folder)
+        )
 
 
 class LoadedModels:

@@ -43,15 +43,19 @@ class ModelLoader:
         mode: ControlMode = "none",
         patience_seconds: float = 30.0,
         on_unload: Callable[[str], None] = lambda name: None,
+        chat_template_folder: Path | None = None,
     ) -> None:
-        """`on_unload` is called with the name of each model that is unloaded."""
+        """`on_unload` is called with the name of each model that is unloaded.
+
+        `chat_template_folder`: the tokenizer whose chat templates every model uses.
+        """
         self._paths = tuple(paths)
         self._factories = factories
         self._mode = mode
         self._loaded = LoadedModels(
             registry,
             engines,
-            ModelBuilder(registry, engines, factories),
+            ModelBuilder(registry, engines, factories, chat_template_folder),
             patience_seconds,
             on_unload,
         )

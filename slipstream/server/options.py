@@ -55,6 +55,7 @@ class ServerOptions:
     metrics_settings: Mapping[str, Any] = field(default_factory=dict)  # fields of MetricsConfig
     # engine settings that override those of the repository
     engine_settings: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_folder: Path | None = None  # tokenizer whose chat templates every model uses
     supervision: Supervision = field(default_factory=Supervision)
     engine_command: Sequence[str] = ENGINE_COMMAND
     announce: bool = True  # whether to print the addresses and a command to try

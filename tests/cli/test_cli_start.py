@@ -58,6 +58,41 @@ def test_default_ports_are_tritons_on_the_loopback_address(home, served):
     assert options.engine_settings == {}
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], [(9000, True), (9000, False), (9000, False)]),
+        (["--http-port=1", "--grpc-port=0"], [(1, True), (0, True), (9000, False)]),
+    ],
+)
+def test_the_openai_frontend_listens_for_http_only(home, served, given, expected):
+    result = run_cli(["start", "--repo", "/x", "--frontend", "openai", *given], "triton")
+    assert result.exit_code == 0
+    (options,) = served
+    ports = [(port.number, port.open) for port in (options.http, options.grpc, options.metrics)]
+    assert ports == expected
+    assert options.http_metrics
+    assert options.chat_template_folder is None
+
+
+def test_a_chat_template_comes_from_a_tokenizer_that_has_one(home, served, tmp_path):
+    config = tmp_path / "tokenizer_config.json"
+    words = ["start", "--repo", "/x", "--openai-chat-template-tokenizer", tmp_path]
+    config.write_text('{"chat_template": "{{ messages }}"}')
+    assert run_cli(words).exit_code == 0
+    assert served[0].chat_template_folder == tmp_path
+    config.write_text("{}")
+    result = run_cli(words)
+    assert (result.exit_code, len(served)) == (1, 1)
+    assert result.output == (
+        f"error: --openai-chat-template-tokenizer {tmp_path}: the tokenizer has no chat template\n"
+    )
+
+
+def test_an_image_is_accepted_as_in_triton_cli(home, served):
+    assert run_cli(["start", "--repo", "/x", "--image", "nvcr.io/x:24.04"]).exit_code == 0
+
+
 @pytest.mark.parametrize(("option", "transport"), [([], "core"), (["--grpc-transport=aio"], "aio")])
 def test_the_grpc_transport_can_be_chosen(home, served, option, transport):
     assert run_cli(["start", "--repo", "/x", *option]).exit_code == 0

@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from command_line import CommandResult, run_cli
-from tiny_server import TinyServer
+from tiny_server import MODEL, TinyServer, make_repository
 
 from slipstream.cli.commands import run_command
 
@@ -182,6 +183,27 @@ def test_metrics_count_a_request(server: TinyServer) -> None:
     before = count()
     triton(server, "grpc", "infer", "-m", "mock_llm", "--prompt", PROMPT)
     assert count() == before + 1
+
+
+def test_the_openai_frontend_answers_with_the_given_chat_template(tmp_path: Path) -> None:
+    template = json.dumps({"chat_template": "{{ messages[0].content }} 40"})
+    (tmp_path / "chat").mkdir()
+    (tmp_path / "chat" / "tokenizer_config.json").write_text(template)
+    flags = ["--frontend", "openai", "--openai-chat-template-tokenizer", str(tmp_path / "chat")]
+    server = TinyServer(make_repository(tmp_path), tmp_path / "tmp", *flags).wait_started()
+    try:
+        assert httpx.get(f"{server.url}/health/ready").status_code == 200
+        assert "nv_inference_request_success" in httpx.get(f"{server.url}/metrics").text
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "7"}],
+            "max_tokens": 2,
+            "temperature": 0,
+        }
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+        assert answer["choices"][0]["message"]["content"] == "41 42"
+    finally:
+        server.close()
 
 
 def test_without_permission_the_start_names_the_cause(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ ROUTES = {
     ("POST", "/v1/completions"): 400,
     ("POST", "/v1/embeddings"): 404,
     ("GET", "/ping"): 200,
+    ("GET", "/health/ready"): 200,
     ("GET", "/version"): 200,
     ("GET", "/load"): 200,
     ("GET", "/metrics"): 404,

@@ -1,6 +1,7 @@
-"""The health probes `/health`, `/ping` and `/health_generate`: 200, or 503 with a reason.
+"""The health probes `/health`, `/health/ready`, `/ping` and `/health_generate`: 200, or 503.
 
-Servers with OpenAI's API have these routes beside Triton's. `/ping` is the probe of SageMaker.
+Servers with OpenAI's API have these routes beside Triton's. `/ping` is the probe of SageMaker,
+`/health/ready` that of Triton's OpenAI frontend.
 
 `/health_generate` asks each engine that serves a text model for one token. An engine whose rows are
 all in use is not asked: it is working, and its watchdog reports it if it stops.
@@ -25,6 +26,7 @@ from slipstream.server.models.generating import TIMED_OUT, ServedEngine, run_to_
 from slipstream.server.models.text_model import find_text_models
 
 HEALTH = "/health"
+HEALTH_READY = "/health/ready"
 PING = "/ping"
 HEALTH_GENERATE = "/health_generate"
 ANSWER_SECONDS = 10.0
@@ -41,6 +43,7 @@ class HealthProbes:
         """Return these routes for the table of the HTTP port."""
         routes = [
             Route(GET, HEALTH, "health", self._answer_health),
+            Route(GET, HEALTH_READY, "health", self._answer_health),
             Route(GET_POST, PING, "health", self._answer_health),
             Route(GET, HEALTH_GENERATE, "health", self._answer_health_generate),
         ]
@@ -70,6 +73,7 @@ async def _respond(exchange: Exchange, problem: str) -> None:
 def describe_routes() -> dict[str, Any]:
     return {
         HEALTH: describe_get("Whether the server takes work", "Empty; 503 when it does not"),
+        HEALTH_READY: describe_get("Whether the server takes work", "Empty; 503 when it does not"),
         PING: describe_get("Whether the server takes work", "Empty; 503 when it does not"),
         HEALTH_GENERATE: describe_get("Whether every engine makes a token", "Empty; 503 when not"),
     }
