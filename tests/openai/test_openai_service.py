@@ -252,12 +252,21 @@ def test_the_documentation_has_the_routes_with_examples_that_run(serving):
         "/v1/models/{model}",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/v1/responses/{id}",
+        "/v1/responses/{id}/cancel",
+        "/v1/responses/{id}/input_items",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     }
     assert [
         set(paths[path]["get"]["responses"]) for path in ("/v1/models", "/v1/models/{model}")
     ] == [{"200"}, {"200", "404"}]
+    response = paths["/v1/responses"]["post"]["requestBody"]["content"]["application/json"]
+    assert "$ref" not in json.dumps(response)
+    answer = post(serving.port, "/v1/responses", json.dumps(response["example"]).encode())
+    assert json.loads(answer.body)["usage"]["output_tokens"] == 32
     for path, own in {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}.items():
         content = paths[path]["post"]["requestBody"]["content"]["application/json"]
         properties = content["schema"]["properties"]

@@ -236,6 +236,7 @@ class HttpConnection(asyncio.Protocol):
             self._headers,
             self._raw_headers,
             parser.get_http_version() != "1.0" and parser.should_keep_alive(),
+            self._url,
         )
         self._incoming = exchange
         if self._current is None:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from http import HTTPStatus
 from types import TracebackType
 from typing import Protocol
+from urllib.parse import parse_qsl
 
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.errors import InferenceError
@@ -80,6 +81,7 @@ class Exchange:
         "_head",
         "_pieces",
         "_reader",
+        "_target",
         "complete",
         "headers",
         "keep_alive",
@@ -98,8 +100,10 @@ class Exchange:
         headers: Headers,
         raw_headers: Headers,
         keep_alive: bool = True,
+        target: bytes = b"",
     ) -> None:
         self._channel = channel
+        self._target = target  # path and query
         self.method = method
         self.path = path  # as sent by the client, without the query
         self.headers = headers  # names in lower case
@@ -121,6 +125,11 @@ class Exchange:
             if key == name:
                 return value
         return b""
+
+    def query(self) -> dict[str, str]:
+        """Return the parameters behind the path. The last value of a repeated one counts."""
+        query = self._target.partition(b"?")[2].partition(b"#")[0].decode("latin-1")
+        return dict(parse_qsl(query, keep_blank_values=True))
 
     # -- the request's body
 

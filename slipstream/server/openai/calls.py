@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slipstream.server.engine_link.engine import TextOutput, TextRequest
+from slipstream.server.http.exchange import Exchange
 from slipstream.server.openai.errors import ApiError
 from slipstream.server.openai.generation import CallAnswers
 from slipstream.server.openai.models import OpenAIModel
@@ -43,3 +44,5 @@ class Call:
     stream: bool
     ignored: Sequence[str] = ()  # unknown fields
     guided_by: str = ""  # request field that carried the grammar
+    # sends the answers, if they are sent neither whole nor as events
+    send: Callable[[CallAnswers, Exchange], Awaitable[None]] | None = None

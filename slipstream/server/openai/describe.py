@@ -10,6 +10,7 @@ from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.openai.adapters import LoadFields, UnloadFields
 from slipstream.server.openai.fields import ChatFields, CompletionFields
 from slipstream.server.openai.models import text_models
+from slipstream.server.openai.responses.fields import ResponseFields
 from slipstream.server.openai.tokenize import DetokenizeFields, TokenizeFields
 
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
@@ -80,6 +81,36 @@ def openai_paths(registry: ModelRegistry) -> dict[str, Any]:
         "/v1/unload_lora_adapter": _post(
             "Unload an adapter; needs the admin key", UnloadFields, {"lora_name": "french"}
         ),
+        **_response_paths(model),
+    }
+
+
+def _response_paths(model: str) -> dict[str, Any]:
+    example = {"model": model, "input": "Name three colours.", "max_output_tokens": 32}
+    identity = {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "example": "resp_0",
+        "schema": {"type": "string"},
+    }
+
+    def describe(summary: str) -> dict[str, Any]:
+        return {"summary": summary, "parameters": [identity], "responses": _responses("404")}
+
+    return {
+        "/v1/responses": _post("Create a response, and store it", ResponseFields, example),
+        "/v1/responses/input_tokens": _post(
+            "Count the tokens of a response's input", ResponseFields, example
+        ),
+        "/v1/responses/{id}": {
+            "get": describe("Return a stored response"),
+            "delete": describe("Delete a stored response"),
+        },
+        "/v1/responses/{id}/cancel": {"post": describe("Cancel a response in the background")},
+        "/v1/responses/{id}/input_items": {
+            "get": describe("List the items that a response was created from")
+        },
     }
 
 
@@ -104,7 +135,14 @@ def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     (schema,), parts = msgspec.json.schema_components([kind], ref_template="{name}")
     whole = dict(parts[schema["$ref"]])
     for name, field in whole["properties"].items():
-        whole["properties"][name] = {key: value for key, value in field.items() if key != "default"}
-    if "stream_options" in whole["properties"]:
-        whole["properties"]["stream_options"] = parts["StreamOptions"]
+        kept = {key: value for key, value in field.items() if key != "default"}
+        whole["properties"][name] = _resolve(kept, parts)
     return whole
+
+
+def _resolve(schema: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object field, without the alternative null, or the schema itself."""
+    for option in (schema, *schema.get("anyOf", ())):
+        if "$ref" in option:
+            return dict(parts[option["$ref"]])
+    return schema

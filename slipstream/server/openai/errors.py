@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Sequence
 
 import msgspec
 
@@ -49,6 +51,26 @@ class ApiError(Exception):
 def field_error(name: str, problem: str) -> ApiError:
     """Return the error for a field with a wrong value."""
     return ApiError(f"{name} {problem}", name)
+
+
+def rename_field(error: ApiError, names: Sequence[tuple[str, str]]) -> ApiError:
+    """Return an error with the name that its field has in another format of the request.
+
+    `names`: regular expressions of the start of a name, and their replacements.
+    """
+    before = error.param or ""
+    for pattern, replacement in names:
+        after = re.sub(rf"^{pattern}", replacement, before)
+        if after != before:
+            message = after + error.message.removeprefix(before)
+            return ApiError(
+                message if error.message.startswith(before) else error.message,
+                after,
+                error.status,
+                error.code,
+                error.headers,
+            )
+    return error
 
 
 def as_api_error(error: Exception, where: str, guided_by: str = "") -> ApiError:

@@ -156,13 +156,23 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 def read_fields(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
     """Return the fields of a request body, and the names of the unknown ones."""
     given = decode_object(body)
-    for name, unsupported in _UNSUPPORTED.items():
-        if name in given and not any(_equal(given[name], value) for value in unsupported.no_op):
-            raise ApiError(f"{name} is not supported by this server: {unsupported.reason}", name)
+    reject_unsupported(given, _UNSUPPORTED)
     _check_endpoint(given, kind)
     fields = convert_fields(given, kind)
     _check_stream_options(fields)
     return fields, _unknown_names(given)
+
+
+def reject_unsupported(
+    given: Mapping[str, Any], unsupported: Mapping[str, tuple[str, Sequence[Any]]]
+) -> None:
+    """Raise the error of a field that is not supported.
+
+    `unsupported`: the reason of each field, and the values that are accepted: they have no effect.
+    """
+    for name, (reason, no_op) in unsupported.items():
+        if name in given and not any(_equal(given[name], value) for value in no_op):
+            raise ApiError(f"{name} is not supported by this server: {reason}", name)
 
 
 def _unknown_names(given: Mapping[str, Any]) -> list[str]:

@@ -33,6 +33,7 @@ from slipstream.server.openai.completions import completion_call
 from slipstream.server.openai.describe import openai_paths
 from slipstream.server.openai.errors import ApiError, as_api_error
 from slipstream.server.openai.models import find_model, list_models
+from slipstream.server.openai.responses.service import ResponseService
 from slipstream.server.openai.streaming import CallService, ReadCall, read_request_body
 from slipstream.server.openai.tokenize import detokenize, tokenize
 from slipstream.server.tracing.tracing import CHAT, TEXT_COMPLETION
@@ -57,6 +58,7 @@ class OpenAIRoutes:
         self._context = context
         self._adapters = AdapterLoader(registry, context.access)
         self._calls = CallService(registry, state, context)
+        self._responses = ResponseService(self._calls)
         self._started = int(time.time())
         self._endpoints = self._table()
         self._patterns = [(compile_path(endpoint.path), endpoint) for endpoint in self._endpoints]
@@ -71,6 +73,19 @@ class OpenAIRoutes:
             self._computation("/detokenize", detokenize),
             Endpoint("POST", "/v1/load_lora_adapter", LOAD_ADAPTERS, self._load_adapter),
             Endpoint("POST", "/v1/unload_lora_adapter", LOAD_ADAPTERS, self._unload_adapter),
+            *self._response_endpoints(),
+        ]
+
+    def _response_endpoints(self) -> list[Endpoint]:
+        responses = self._responses
+        one = "/v1/responses/{id}"
+        return [
+            Endpoint("POST", "/v1/responses", "inference", responses.create),
+            self._computation("/v1/responses/input_tokens", responses.count_input_tokens),
+            Endpoint("GET", one, "inference", responses.retrieve),
+            Endpoint("DELETE", one, "inference", responses.delete),
+            Endpoint("POST", f"{one}/cancel", "inference", responses.cancel),
+            Endpoint("GET", f"{one}/input_items", "inference", responses.list_input_items),
         ]
 
     def _generation(self, path: str, read_call: ReadCall, operation: str) -> Endpoint:

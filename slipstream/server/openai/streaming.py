@@ -59,9 +59,13 @@ class CallService:
             for text, trace in zip(call.texts, traces, strict=True)
         ]
         answers = CallAnswers(call.model, requests, call.texts[0].sequences)
-        answer = answer_stream if call.stream else answer_whole
         try:
-            await answer(call, answers, exchange)
+            if call.send is not None:
+                await call.send(answers, exchange)
+            elif call.stream:
+                await answer_stream(call, answers, exchange)
+            else:
+                await answer_whole(call, answers, exchange)
         except InferenceError as error:
             raise as_api_error(error, call.id, call.guided_by) from error
 
