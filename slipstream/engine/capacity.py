@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.engine.request import GenerateRequest
+from slipstream.engine.sampling_params import POOLING_KINDS
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Capacity:
                 f"prompt ({prompt} tokens) and max_tokens ({max_tokens}) exceed the longest "
                 f"sequence, {self.sequence_tokens} tokens"
             )
+        if request.sampling.pooling and request.sampling.pooling not in POOLING_KINDS:
+            return f"pooling must be one of {', '.join(POOLING_KINDS)}"
         table_rows = request.prompt_table.rows if request.prompt_table is not None else 0
         sizes = ((request.prompt, self.vocab_size + table_rows), (request.draft, self.vocab_size))
         for tokens, size in sizes:

@@ -63,6 +63,7 @@ class Scores:
     top_prompt_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
     # the ranks of these prompt tokens by probability, from 1, if requested
     prompt_ranks: list[int] = field(default_factory=list)
+    pooled: bytes = b""  # the pooled states of the prompt, float32 [size]
 
     def merge(self, newer: Scores) -> None:
         self.context_logits = _concatenate(self.context_logits, newer.context_logits)
@@ -70,6 +71,7 @@ class Scores:
         self.prompt_log_probs += newer.prompt_log_probs
         self.top_prompt_log_probs += newer.top_prompt_log_probs
         self.prompt_ranks += newer.prompt_ranks
+        self.pooled = newer.pooled or self.pooled
 
 
 def _concatenate(first: bytes, second: bytes) -> bytes:

@@ -83,6 +83,7 @@ class OutputBuffer:
         collected.prompt_log_probs += scores.prompt_log_probs[already_sent:]
         collected.top_prompt_log_probs += scores.top_prompt_log_probs[already_sent:]
         collected.prompt_ranks += scores.prompt_ranks[already_sent:]
+        collected.pooled = scores.pooled
         owner.scored = max(owner.scored, min(request.committed, owner.prompt_tokens))
         # Otherwise they are sent with the first token.
         if owner.scored < owner.prompt_tokens or owner.group is not None:

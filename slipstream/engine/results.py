@@ -63,6 +63,11 @@ class ResultHandler:
             unable = request.constraint.error if request.constraint is not None else ""
             self._finish(request, "error", unable or result.errors[index])
             return
+        if request.sampling.pooling:  # the sampled token only marks the end of the prompt
+            request.pending -= 1
+            request.stats.record_token(self.now)
+            self._finish(request, "stop")
+            return
         sampled = _before_first_error(result, index, 1 + drafts)
         count = count_accepted(sampled, request.draft_tokens)
         request.pending -= 1 + drafts

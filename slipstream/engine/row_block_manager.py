@@ -103,7 +103,7 @@ class RowBlockManager:
 
     def find_cached(self, request: Request) -> list[int]:
         """Return the cached blocks of the request's prefix. At least one token stays uncached."""
-        if not self.blocks.reuse or request.sampling.scores_prompt:
+        if not self.blocks.reuse or request.sampling.uses_whole_prompt:
             return []  # cached blocks have no logits
         usable = (request.known - 1) // self.blocks.block_tokens
         hashes = self._block_hashes(request, usable)
@@ -130,7 +130,7 @@ class RowBlockManager:
 
     def find_on_host(self, request: Request, found: list[int]) -> list[bytes]:
         """Return the hashes of blocks that follow the ones found and lie in the host's memory."""
-        if not self.blocks.host or request.sampling.scores_prompt:
+        if not self.blocks.host or request.sampling.uses_whole_prompt:
             return []
         usable = (request.known - 1) // self.blocks.block_tokens
         return self.blocks.host.find(self._block_hashes(request, usable)[len(found) :])

@@ -126,19 +126,24 @@ class Rows:
         self.allowed: list[Tensor | None] = [None] * max_rows  # tokens that a row may sample
         self.prompts = PromptTableRows(device)
         self.scoring: set[int] = set()  # rows whose prompt is scored at every position
+        self.pooling: set[int] = set()  # rows whose prompt's states are pooled
+        # row → weighted sum of its prompt's states so far, float32 [hidden]
+        self.pooled_sums: dict[int, Tensor] = {}
         # the pages of the row's adapter; () without one
         self.pages: list[tuple[int, ...]] = [()] * max_rows
         # row → one bit for each token that it may sample in this step
         self.masks: dict[int, bytes] = {}
 
     def in_prompt(self, plan: StepPlan) -> bool:
-        """Return whether a row computes a prompt token that has scores or comes from a table."""
+        """Return whether a row computes a prompt token that has scores, is pooled or comes from a
+        table.
+        """
         if self.prompts.touches(plan.rows, plan.positions):
             return True
-        if not self.scoring:
+        if not self.scoring and not self.pooling:
             return False
         return any(
-            row in self.scoring and position < self.prompt_tokens[row]
+            (row in self.scoring or row in self.pooling) and position < self.prompt_tokens[row]
             for row, position in zip(plan.rows, plan.positions, strict=True)
         )
 
@@ -210,6 +215,11 @@ class Rows:
             self.scoring.add(row)
         else:
             self.scoring.discard(row)
+        self.pooled_sums.pop(row, None)
+        if sampling.pooling:
+            self.pooling.add(row)
+        else:
+            self.pooling.discard(row)
         self.end_ids[row] = self._ids(sampling.end_ids) if sampling.min_tokens > 0 else None
         self.bad_words[row] = (
             BadWords(sampling.bad_words, self.device) if sampling.bad_words else None

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine import sampler, scores
+from slipstream.engine import pooling, sampler, scores
 from slipstream.engine.cache.host_cache import HostCache, view_blocks
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.rows import Rows
@@ -22,16 +22,21 @@ class Handle:
     """A launched plan, whose tokens are already computed."""
 
     def __init__(
-        self, sampled: sampler.Sampled | None, prompts: Sequence[scores.PromptLogits] = ()
+        self,
+        sampled: sampler.Sampled | None,
+        prompts: Sequence[scores.PromptLogits] = (),
+        pooled: Sequence[pooling.Pooled] = (),
     ) -> None:
         self._sampled = sampled
         self._prompts = prompts
+        self._pooled = pooled
 
     def result(self) -> StepResult:
         result = (
             StepResult(tokens=[]) if self._sampled is None else sampler.to_result(self._sampled)
         )
         result.prompt_scores = scores.to_scores(self._prompts)
+        result.prompt_scores |= pooling.to_pooled_scores(self._pooled)
         return result
 
 
@@ -68,16 +73,31 @@ class Runner:
             range(len(plan.rows)),
             plan.drafts,
         )
-        logits = self.model(self._step(plan, selection.tokens), self.cache)
+        logits, pooled = self._forward(plan, selection)
         prompts = scores.prompt_logits(logits, selection, self.rows)
         if selection.samples is not None:
             logits = logits[torch.from_numpy(selection.samples)]
         rows, lengths = sampling_places(plan, range(len(plan.rows)))
         if not rows:
-            return Handle(None, prompts)
+            return Handle(None, prompts, pooled)
         sampled = sampler.sample(logits, rows, lengths, self.rows)
         self.rows.tokens[rows, lengths] = sampled.tokens  # the next step reads them
-        return Handle(sampled, prompts)
+        return Handle(sampled, prompts, pooled)
+
+    def _forward(
+        self, plan: StepPlan, selection: scores.LogitSelection
+    ) -> tuple[Tensor, list[pooling.Pooled]]:
+        """Run the model. Return the selected logits and the pooled states of complete prompts."""
+        positions = np.array(plan.positions)
+        entries = range(len(plan.rows))
+        pools = pooling.select_pooled(
+            plan.rows, positions, np.array(plan.counts), self.rows, entries
+        )
+        if pools is None:
+            return self.model(self._step(plan, selection.tokens), self.cache), []
+        step = self._step(plan, np.concatenate([selection.tokens, pools.tokens]))
+        logits, states = self.model.logits_and_states(step, self.cache, len(selection.tokens))
+        return logits, pooling.pool_states(states, pools, self.rows, self.model.score)
 
     def _step(self, plan: StepPlan, logit_tokens: np.ndarray) -> Step:
         rows = np.array(plan.rows)

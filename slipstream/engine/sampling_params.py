@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# last: the state of the last token; mean, weightedmean: of all tokens, the latter with weights 1, 2,
+# ...; cls: of the first token; score: of the last one, through the model's score layer
+POOLING_KINDS = ("last", "mean", "weightedmean", "cls", "score")
 # Lower temperatures count as 0: logits divided by them could overflow.
 MIN_TEMPERATURE = 1e-6
 
@@ -74,6 +77,8 @@ class SamplingParams(BaseSamplingParams):
     # report how many tokens are at least as likely as each prompt token but the first
     prompt_ranks: bool = False
     include_end: bool = False  # the output includes the end token
+    # one of POOLING_KINDS: report one vector of the prompt's final hidden states, and no tokens
+    pooling: str = ""
 
     @property
     def beams(self) -> bool:
@@ -120,6 +125,16 @@ class SamplingParams(BaseSamplingParams):
     def scores_prompt(self) -> bool:
         """Whether logits are needed at every position of the prompt, cached or not."""
         return self.prompt_log_probs or self.context_logits
+
+    @property
+    def pools_every_token(self) -> bool:
+        """Whether pooling uses the state at every position of the prompt, not only at the last."""
+        return self.pooling not in ("", "last", "score")
+
+    @property
+    def uses_whole_prompt(self) -> bool:
+        """Whether every position of the prompt is computed, even if its blocks are cached."""
+        return self.scores_prompt or self.pools_every_token
 
     @property
     def penalised(self) -> bool:

@@ -96,10 +96,12 @@ class Scheduler:
             (request.draft or self.lookup_tokens)
             and constraint is None
             and not request.sampling.scores_prompt
+            and not request.sampling.pooling
         ):
             queued.proposer = DraftProposer(request.draft, self.lookup_tokens)
             queued.needs_host_result = True
         queued.needs_host_result |= constraint is not None  # masks depend on the text so far
+        queued.needs_host_result |= bool(request.sampling.pooling)  # ends with the prompt
         if problem := self._manager.capacity_problem(queued):
             self.refuse(request.request_id, "error", problem)
             return

@@ -49,7 +49,7 @@ def share_prompt(request: Request, source: Request | None) -> bool:
 
 
 def _can_share(request: Request, source: Request) -> bool:
-    if source.group is not None or request.group is not None or request.sampling.scores_prompt:
+    if source.group is not None or request.group is not None or request.sampling.uses_whole_prompt:
         return False
     new = request.submitted
     old = source.submitted

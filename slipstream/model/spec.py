@@ -138,6 +138,7 @@ class ModelSpec:
     norms_after: bool = False  # post-norm: each norm normalises the residual stream itself
     final_norm: bool = True
     embedding_size: int = 0  # 0: the hidden size; else linear layers project from and to it
+    labels: int = 0  # outputs of the score layer; 0: there is none
 
     def __post_init__(self) -> None:
         _check_sizes(
@@ -313,6 +314,7 @@ _CONFIG_KEYS = {
     "norms_after": "norms_after",
     "final_norm": "final_norm",
     "embedding_size": "word_embed_proj_dim",
+    "labels": "num_labels",
 }
 _REQUIRED_KEYS = [
     _CONFIG_KEYS[name]

@@ -100,6 +100,11 @@ class Transformer:
         ]
         self.final_norm = _norm(spec, source, "transformer.ln_f") if spec.final_norm else None
         self.head = Head(spec, source, self.embedding)
+        # the output layer of a classifier: [hidden] float32 → [labels]
+        self.score: Callable[[Tensor], Tensor] | None = None
+        if spec.labels:
+            weight = source.take("score.weight", (spec.labels, spec.hidden_size), torch.float32)
+            self.score = partial(functional.linear, weight=weight)
         source.close()
         for layer, following in itertools.pairwise(self.layers):
             layer.set_consumer(following.input_norm, following.qkv)
@@ -151,6 +156,18 @@ class Transformer:
 
     def __call__(self, step: Step, cache: Tensor) -> Tensor:
         """Return the logits [samples, vocab], float32 on a CPU. cache: from `new_cache`."""
+        return self.head(self.final_states(step, cache), step.logits)
+
+    def logits_and_states(self, step: Step, cache: Tensor, logits: int) -> tuple[Tensor, Tensor]:
+        """Return the logits of the first `logits` samples, and the final states of the others.
+
+        The states are normalised, as the output layer takes them: [samples - logits, hidden].
+        """
+        states = plain(self.final_states(step, cache))
+        return self.head(states[:logits]), states[logits:]
+
+    def final_states(self, step: Step, cache: Tensor) -> Input:
+        """Return the input of the output layer: [samples, hidden]."""
         # The residual stream stays in float32: bf16 would round away what layers add to it.
         hidden = functional.embedding(step.token_ids, self.embedding).float()
         if self.project_in is not None:
@@ -179,7 +196,7 @@ class Transformer:
             x = pick(x, step.samples)
         if self.project_out is not None:
             x = functional.linear(plain(x), self.project_out)
-        return self.head(x, step.logits)
+        return x
 
 
 class Head:

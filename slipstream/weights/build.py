@@ -121,6 +121,8 @@ def _write_folder(source: Source, plan: EnginePlan, staging: Path, progress: Pro
         "source": source.label,
         "request": plan.inputs_hash,
     }
+    if source.pooling is not None:
+        own["pooling"] = asdict(source.pooling)
     document = config_document(
         VERSION, source.spec, plan.dtype, plan.quantisation, plan.details, source.generation, own
     )
@@ -135,6 +137,8 @@ def _content_hash(source: Source, plan: EnginePlan, files: dict[str, str]) -> st
         asdict(source.generation),
         sorted(files.items()),
     ]
+    if source.pooling is not None:
+        what.append(asdict(source.pooling))
     if plan.quantisation.kv_cache:
         what.append(plan.quantisation.kv_cache)
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from slipstream.version import VERSION
 from slipstream.weights.engine_config import BuildLimits
@@ -41,7 +41,7 @@ def plan_build(
     stored = choose_dtype(source, dtype)
     check_source(source)
     quantisation = choose_quantisation(source.spec, weight_only, fp8_kv_cache)
-    inputs = [
+    inputs: list[Any] = [
         VERSION,
         file_format,
         source.fingerprint(),
@@ -49,5 +49,7 @@ def plan_build(
         asdict(quantisation),
         asdict(details),
     ]
+    if source.pooling is not None:
+        inputs.append(asdict(source.pooling))
     inputs_hash = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
     return BuildPlan(stored, quantisation, details, inputs_hash)

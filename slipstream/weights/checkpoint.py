@@ -17,7 +17,11 @@ from slipstream.model.families.family import Recipe
 from slipstream.model.spec import ModelSpec
 from slipstream.version import VERSION
 from slipstream.weights.build_plan import BuildPlan, plan_build
-from slipstream.weights.engine_config import CONFIG_NAME, GenerationDefaults
+from slipstream.weights.engine_config import (
+    CONFIG_NAME,
+    GenerationDefaults,
+    read_pooling_defaults,
+)
 from slipstream.weights.parameters import (
     DTYPE_CODES,
     Shape,
@@ -82,6 +86,7 @@ class CheckpointSource:
             self.generation = GenerationDefaults(
                 tuple(generation["end_ids"]), generation["bos_id"], generation["pad_id"]
             )
+            self.pooling = read_pooling_defaults(own)
             mapping = RankMapping(
                 self._config["mapping"]["tp_size"], self._config["mapping"]["pp_size"]
             )
@@ -216,6 +221,7 @@ def _old_ranks(output: Path) -> list[str]:
 
 
 def _document(source: Source, plan: CheckpointPlan) -> dict[str, Any]:
+    pooling = {} if source.pooling is None else {"pooling": asdict(source.pooling)}
     return {
         **source.spec.to_config(),
         "dtype": plan.dtype,
@@ -231,5 +237,6 @@ def _document(source: Source, plan: CheckpointPlan) -> dict[str, Any]:
             "version": VERSION,
             "source": source.label,
             "request": plan.inputs_hash,
+            **pooling,
         },
     }

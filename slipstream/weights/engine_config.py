@@ -42,6 +42,16 @@ class GenerationDefaults:
 
 
 @dataclass(frozen=True)
+class PoolingDefaults:
+    """What the source says about embeddings and scores."""
+
+    kind: str  # one of POOLING_KINDS; empty: not declared
+    normalize: bool = True  # whether embeddings have unit length
+    generates: bool = True  # whether the model has an output layer for logits
+    problem: str = ""  # why the declared pooling cannot be used
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     path: Path  # folder of config.json
     spec: ModelSpec
@@ -52,6 +62,7 @@ class EngineConfig:
     content_hash: str
     files: dict[str, str]  # name → SHA-256 of every other file of the folder
     inputs_hash: str  # "request" in config.json; the same build need not run again
+    pooling: PoolingDefaults | None = None  # None: the source declares nothing
 
 
 def read_engine_config(path: str | Path) -> EngineConfig:
@@ -153,7 +164,14 @@ def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineC
         content_hash=own["content_hash"],
         files=dict(own["files"]),
         inputs_hash=own.get("request", ""),
+        pooling=read_pooling_defaults(own),
     )
+
+
+def read_pooling_defaults(own: dict[str, Any]) -> PoolingDefaults | None:
+    """Return the pooling that a folder's own part of its config.json declares."""
+    declared = own.get("pooling")
+    return None if declared is None else PoolingDefaults(**declared)
 
 
 def _load_json(path: Path) -> dict[str, Any]:

@@ -140,6 +140,8 @@ def checkpoint_shapes(spec: ModelSpec) -> dict[str, Shape]:
         shapes[_HEAD] = (spec.vocab_size, spec.embedding_width)
     if spec.head_bias:
         shapes["lm_head.bias"] = (spec.vocab_size,)
+    if spec.labels:
+        shapes["score.weight"] = (spec.labels, spec.hidden_size)
     return shapes
 
 

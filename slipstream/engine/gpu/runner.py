@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine import sampler, scores
+from slipstream.engine import pooling, sampler, scores
 from slipstream.engine.cache.host_cache import HostCache
 from slipstream.engine.gpu.graphs import DecodeGraphs, batch_sizes
 from slipstream.engine.gpu.mixed_graphs import SIZES, MixedGraphs
@@ -21,6 +21,7 @@ from slipstream.engine.gpu.step_arrays import (
     prefill_plan,
     to_device_arrays,
 )
+from slipstream.engine.messages import Scores
 from slipstream.engine.plan import StepFailed, StepPlan, StepResult
 from slipstream.engine.rows import Rows
 from slipstream.engine.runner import copy_blocks, sampling_places
@@ -51,10 +52,14 @@ class GpuHandle:
     """A launched plan. Its tokens travel to the host while the next plan is made."""
 
     def __init__(
-        self, sampled: sampler.Sampled | None, prompts: Sequence[scores.PromptLogits] = ()
+        self,
+        sampled: sampler.Sampled | None,
+        prompts: Sequence[scores.PromptLogits] = (),
+        pooled: Sequence[pooling.Pooled] = (),
     ) -> None:
         self._sampled = sampled
         self._prompts = prompts
+        self._pooled = pooled
         if sampled is not None:
             self._tokens = _to_host(sampled.tokens)
             self._best = _to_host(sampled.best)
@@ -67,14 +72,17 @@ class GpuHandle:
 
     def result(self) -> StepResult:
         if self._sampled is None:
-            return StepResult(tokens=[], prompt_scores=scores.to_scores(self._prompts))
+            return StepResult(tokens=[], prompt_scores=self._prompt_scores())
         self._event.synchronize()
         moved = self._sampled._replace(
             tokens=self._tokens, best=self._best, log_probs=self._log_probs, top=self._top
         )
         result = sampler.to_result(moved)
-        result.prompt_scores = scores.to_scores(self._prompts)
+        result.prompt_scores = self._prompt_scores()
         return result
+
+    def _prompt_scores(self) -> dict[int, Scores]:
+        return scores.to_scores(self._prompts) | pooling.to_pooled_scores(self._pooled)
 
 
 class GpuRunner:
@@ -167,16 +175,31 @@ class GpuRunner:
         selection = scores.select_logits(
             step.rows.tolist(), step.positions, step.counts, samples, self.rows, step.order, drafts
         )
-        logits = self._logits(step, selection)
+        logits, pooled = self._forward(step, selection)
         prompts = scores.prompt_logits(logits, selection, self.rows)
         if not samples.any():
-            return GpuHandle(None, prompts)
+            return GpuHandle(None, prompts, pooled)
         if selection.samples is not None:
             logits = logits[to_device(selection.samples, self.model.device)]
         sampled_rows, lengths = sampling_places(plan, step.order)
         sampled = sampler.sample(logits, sampled_rows, lengths, self.rows)
         self._write_back(sampled_rows, lengths, sampled.tokens)
-        return GpuHandle(_in_plan_order(sampled, step.order, plan), prompts)
+        return GpuHandle(_in_plan_order(sampled, step.order, plan), prompts, pooled)
+
+    def _forward(
+        self, step: StepRows, selection: scores.LogitSelection
+    ) -> tuple[Tensor, list[pooling.Pooled]]:
+        """Run the model. Return the selected logits and the pooled states of complete prompts."""
+        rows = step.rows
+        counts = step.counts
+        pools = pooling.select_pooled(rows.tolist(), step.positions, counts, self.rows, step.order)
+        if pools is None:
+            return self._logits(step, selection), []
+        embeddings = self.rows.prompts.find_embeddings(rows, step.positions, counts)
+        tokens = np.concatenate([selection.tokens, pools.tokens])
+        made = self._step(rows, step.positions, counts, tokens, embeddings)
+        logits, states = self.model.logits_and_states(made, self.cache, len(selection.tokens))
+        return logits, pooling.pool_states(states, pools, self.rows, self.model.score)
 
     def _logits(self, step: StepRows, selection: scores.LogitSelection) -> Tensor:
         """Compute the logits of a step, by a captured graph where one fits: [selected, vocab]."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from slipstream.model.spec import ModelSpec
 
 _LAYER_NAME = re.compile(r"transformer\.layers\.(\d+)\.(.+)\.(weight|bias)")
+SCORE_WEIGHT = "score.weight"  # of a classifier, in checkpoints and in sources of all families
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -64,7 +65,8 @@ class WeightMap:
         match = _LAYER_NAME.fullmatch(parameter)
         if match is None:
             module, _, kind = parameter.rpartition(".")
-            sources: tuple[str, ...] = (f"{self.outer[module]}.{kind}",)
+            source = module if parameter == SCORE_WEIGHT else self.outer[module]
+            sources: tuple[str, ...] = (f"{source}.{kind}",)
         else:
             layer, module, kind = match.groups()
             prefix = self.layer_prefix.format(layer=layer)
@@ -86,12 +88,14 @@ class WeightMap:
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def canonical(self, name: str) -> str:
-        """Return the name with its aliases replaced and the optional prefix added. `lm_head` has no
-        prefix.
+        """Return the name with its aliases replaced and the optional prefix added. `lm_head` and
+        `score` have no prefix.
         """
         for alias, ours in self.aliases:
             name = name.replace(alias, ours, 1)
-        if not self.optional_prefix or name.startswith((self.optional_prefix, "lm_head.")):
+        if not self.optional_prefix or name.startswith(
+            (self.optional_prefix, "lm_head.", "score.")
+        ):
             return name
         return self.optional_prefix + name
 
@@ -122,3 +126,9 @@ class Family:
 def collapse_layer(name: str) -> str:
     """Return the name with its numbers replaced by N: messages show one line for all layers."""
     return _NUMBER.sub("N", name)
+
+
+def bare_names(weights: WeightMap) -> WeightMap:
+    """Return a map that also reads files of a bare model, whose names lack the first part."""
+    prefix, dot, _ = weights.layer_prefix.partition(".")
+    return replace(weights, optional_prefix=weights.optional_prefix or prefix + dot)

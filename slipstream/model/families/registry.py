@@ -58,17 +58,29 @@ def find_family(config: dict[str, Any], tensor_names: Iterable[str] = ()) -> Fam
 
     tensor_names: for the error about an unknown architecture
     """
-    architectures = config.get("architectures") or []
+    architectures = [_causal_name(name) for name in config.get("architectures") or []]
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
             return family
         if not architectures and config.get("model_type") in family.model_types:
             return family
-    named = ", ".join(architectures) or config.get("model_type") or "(none named)"
+    named = (
+        ", ".join(config.get("architectures") or []) or config.get("model_type") or "(none named)"
+    )
     raise UnsupportedModel(
         f"architecture {named} is not supported; supported: {', '.join(supported_architectures())}"
         + _unmatched_text(list(tensor_names))
     )
+
+
+def _causal_name(architecture: str) -> str:
+    """Return the name of the model that generates, for a bare model or a classifier."""
+    for ending in ("ForSequenceClassification", "Model"):
+        if architecture.endswith(ending):
+            name = f"{architecture.removesuffix(ending)}ForCausalLM"
+            if any(name in family.architectures for family in FAMILIES):
+                return name
+    return architecture
 
 
 def _unmatched_text(names: list[str]) -> str:

@@ -16,7 +16,7 @@ from slipstream.model.families import gptj, phi3
 from slipstream.model.families.family import Recipe, UnsupportedModel, WeightMap, collapse_layer
 from slipstream.model.families.registry import FAMILIES, name_list
 from slipstream.model.spec import ModelSpec, RopeScaling
-from slipstream.weights.engine_config import GenerationDefaults
+from slipstream.weights.engine_config import GenerationDefaults, PoolingDefaults
 from slipstream.weights.parameters import Shape
 from slipstream.weights.sources.gguf_file import GgufFile, read_gguf
 from slipstream.weights.sources.source import SourceError, row_blocks
@@ -116,6 +116,7 @@ _WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}
 # Layers of the largest models, which scale attention scores by hidden / heads. Files do not
 # record that.
 _LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
+_POOLING_KINDS = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's numbers
 _PLAIN = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}
 
 
@@ -136,6 +137,8 @@ class GgufSource:
                 f"{path}: damaged: its metadata contradicts itself: {error}"
             ) from error
         self.generation = _generation(self.file.metadata)
+        kind = self.file.metadata.get(f"{self.architecture}.pooling_type")
+        self.pooling = PoolingDefaults(_POOLING_KINDS[kind]) if kind in _POOLING_KINDS else None
 
     @property
     def dtype(self) -> str | None:

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.model.families.family import Family, Recipe, UnsupportedModel, WeightMap
+from slipstream.model.families.family import (
+    SCORE_WEIGHT,
+    Family,
+    Recipe,
+    UnsupportedModel,
+    WeightMap,
+    bare_names,
+)
 from slipstream.model.families.registry import find_family
+from slipstream.model.spec import ModelSpec
 from slipstream.weights.engine_config import GenerationDefaults
 from slipstream.weights.parameters import Shape
 from slipstream.weights.sources.mapped_tensors import MappedTensors
+from slipstream.weights.sources.sentence_transformers import (
+    has_output_layer,
+    has_score_layer,
+    read_pooling,
+)
 from slipstream.weights.sources.source import SourceError, compute_fingerprint, read_tokenizer_files
 
 if TYPE_CHECKING:
@@ -36,16 +50,35 @@ class HuggingFaceFolder:
                     f"{label}: the weights are quantised ({method}); import the unquantised model, "
                     "and ask for --use_weight_only"
                 )
-            self.spec = family.spec(self._config)
+            if self._config.get("is_causal") is False:
+                raise SourceError(
+                    f"{label}: its attention goes in both directions (is_causal is false), which "
+                    "is not supported"
+                )
+            spec = family.spec(self._config)
         except (SourceError, UnsupportedModel):
             raise
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise SourceError(f"{folder / 'config.json'}: damaged: {error}") from error
-        self._map = family.weights
+        architectures = self._config.get("architectures") or []
         self.generation = _generation(folder, self._config)
+        self.pooling = read_pooling(folder, architectures)
+        self._map = (
+            family.weights if has_output_layer(architectures) else bare_names(family.weights)
+        )
         self._tensors = MappedTensors(
             _shard_paths(folder), lambda name: _rename_tensor(self._map, name)
         )
+        self.spec = self._without_output_layer(spec, architectures)
+
+    def _without_output_layer(self, spec: ModelSpec, architectures: list[str]) -> ModelSpec:
+        """Return the spec of a checkpoint that may have a score layer, or none, for logits."""
+        if has_output_layer(architectures):
+            return spec
+        score = self._tensors.slots.get(SCORE_WEIGHT)
+        labels = score.shape[0] if score is not None and has_score_layer(architectures) else 0
+        # The embedding stands in for the output layer: engines need one, requests do not see it.
+        return replace(spec, tied_embeddings=True, labels=labels)
 
     @property
     def dtype(self) -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from slipstream.model.families.family import Recipe, collapse_layer
 from slipstream.model.families.registry import name_list
 from slipstream.model.spec import ModelSpec
-from slipstream.weights.engine_config import GenerationDefaults
+from slipstream.weights.engine_config import GenerationDefaults, PoolingDefaults
 from slipstream.weights.parameters import DTYPE_CODES, Shape, checkpoint_shapes
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class Source(Protocol):
 
     @property
     def generation(self) -> GenerationDefaults: ...
+
+    @property
+    def pooling(self) -> PoolingDefaults | None:
+        """What the source says about embeddings and scores."""
 
     @property
     def dtype(self) -> str | None:
