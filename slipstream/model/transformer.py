@@ -100,11 +100,7 @@ class Transformer:
         ]
         self.final_norm = _norm(spec, source, "transformer.ln_f") if spec.final_norm else None
         self.head = Head(spec, source, self.embedding)
-        # the output layer of a classifier: [hidden] float32 → [labels]
-        self.score: Callable[[Tensor], Tensor] | None = None
-        if spec.labels:
-            weight = source.take("score.weight", (spec.labels, spec.hidden_size), torch.float32)
-            self.score = partial(functional.linear, weight=weight)
+        self.score = _score_layer(spec, source)
         source.close()
         for layer, following in itertools.pairwise(self.layers):
             layer.set_consumer(following.input_norm, following.qkv)
@@ -241,6 +237,14 @@ class Head:
         if not self.softcap:
             return logits
         return logits.float().div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+def _score_layer(spec: ModelSpec, source: Tensors) -> Callable[[Tensor], Tensor] | None:
+    """Return the output layer of a classifier: [hidden] float32 → [labels]."""
+    if not spec.labels:
+        return None
+    weight = source.take("score.weight", (spec.labels, spec.hidden_size), torch.float32)
+    return partial(functional.linear, weight=weight)
 
 
 def recompute_top_logits(logits: Tensor, x: Tensor, weight: Tensor) -> Tensor:

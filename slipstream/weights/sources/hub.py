@@ -28,7 +28,9 @@ _WANTED = [
     "model.safetensors",
     "model-*.safetensors",
 ]
-_SUBFOLDERS = ["*/*"]  # copies in other formats, such as original/ and onnx/
+# Copies in other formats, such as original/ and onnx/. Modules of sentence-transformers have
+# numbers: 1_Pooling/.
+_SUBFOLDERS = ["[!0-9]*/*"]
 
 
 def open_hub_model(
