@@ -130,7 +130,7 @@ def _source_and_name(model: str, source: str | None) -> tuple[str, str]:
         )
     if source is None and model not in KNOWN_MODELS:
         raise SourceError(
-            f"{model} is not a known model; known: {', '.join(KNOWN_MODELS)}; "
-            "for any other give --source (hf:org/name, a folder or a GGUF file)"
+            f"{model} is not a known model. Please use a known model, or provide a --source "
+            f"(hf:org/name, a folder or a GGUF file); known: {', '.join(KNOWN_MODELS)}"
         )
     return source or model, model

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.cli.arguments import CommandError, Parser, add_verbose
-from slipstream.cli.log import log
+from slipstream.cli.log import log, program
 from slipstream.weights.home import expand_home
 
 DEFAULT_REPOSITORY = Path("~/models")
@@ -23,7 +23,7 @@ def create_parser() -> Parser:
 
 def run(given: Namespace) -> int:
     repository = repository_folder(given.repo)
-    if not repository.is_dir():
+    if not repository.is_dir() and program() != "triton":
         raise CommandError(f"No model repository exists at {repository}")
     log_repository(repository)
     return 0
@@ -45,6 +45,7 @@ def repository_folder(repository: Path) -> Path:
 
 
 def log_repository(repository: Path) -> None:
+    """Print the tree of a repository. Triton CLI shows a missing one as an empty one."""
     log("INFO", f"Current repo at {repository}:")
     print(tree_text(repository), flush=True)
 
@@ -55,7 +56,8 @@ def tree_text(folder: Path) -> str:
 
 
 def _tree_lines(folder: Path, indent: str) -> Iterator[str]:
-    visible = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+    found = folder.iterdir() if folder.is_dir() else ()
+    visible = [entry for entry in found if not entry.name.startswith(".")]
     entries = sorted(visible, key=lambda entry: entry.name)
     for entry in entries:
         last = entry is entries[-1]

@@ -108,7 +108,10 @@ def test_a_second_import_reuses_the_engine(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-m", "nosuch"], "nosuch is not a known model; known: smollm2-135m"),
+        (
+            ["-m", "nosuch"],
+            "nosuch is not a known model. Please use a known model, or provide a --source",
+        ),
         (["-m", "../up", "-s", "x"], "'../up' cannot be a model's name"),
         (["-m", "all", "-s", "x"], "'all' cannot be a model's name"),
         (["-m", "ensemble", "-s", "x"], "'ensemble' cannot be a model's name"),
@@ -196,12 +199,13 @@ def test_remove_refuses_names_that_are_not_models(
     assert (tmp_path / "models" / "folder").is_dir()
 
 
-def test_list_reports_a_missing_repository(tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_triton_lists_a_missing_repository_as_an_empty_one(
+    tmp_path: Path, run: Callable[..., Any]
+) -> None:
     result = run("list")
-    assert result.exit_code == 1
-    assert (
-        result.stderr == f"triton - ERROR - No model repository exists at {tmp_path / 'models'}\n"
-    )
+    assert result.exit_code == 0
+    assert result.stdout == f"triton - INFO - Current repo at {tmp_path / 'models'}:\nmodels/\n\n"
+    assert not (tmp_path / "models").exists()
 
 
 def test_tree_does_not_follow_links(tmp_path: Path) -> None:
