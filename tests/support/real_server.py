@@ -79,8 +79,8 @@ class RealServer:
             )
         self.ports: dict[str, int] = {}
 
-    def wait(self) -> RealServer:
-        deadline = time.monotonic() + 60
+    def wait(self, seconds: float = 60) -> RealServer:
+        deadline = time.monotonic() + seconds
         while len(self.ports) < 3:
             assert self._process.poll() is None, self.log()[-3000:]
             assert time.monotonic() < deadline, self.log()[-3000:]
