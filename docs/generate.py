@@ -14,6 +14,7 @@ from typing import Any
 
 from slipstream.cli.reference import render_reference
 from slipstream.request_fields.markdown import page as render_request_fields
+from slipstream.server.anthropic.routes import anthropic_paths
 from slipstream.server.http import health_probes
 from slipstream.server.http.pages import openapi_document
 from slipstream.server.kserve.inference import ModelRegistry
@@ -26,16 +27,20 @@ This page is generated from the OpenAPI document that a server returns at `/open
 on a running server shows the same routes with forms to try them.
 
 [Write requests](../requests.md) explains the fields of `generate`, and
-[OpenAI clients](../openai.md) those of `/v1`.
+[OpenAI clients](../openai.md) and [Anthropic clients](../anthropic.md) those of `/v1`.
 """
 
 
 def render_http_routes() -> str:
     """Return the page of HTTP routes, in groups by the first parts of their paths."""
     registry = ModelRegistry()
-    others = {**openai_paths(registry), **health_probes.describe_routes()}
+    others = {
+        **anthropic_paths(registry),
+        **openai_paths(registry),
+        **health_probes.describe_routes(),
+    }
     paths = json.loads(openapi_document(registry, others))["paths"]
-    groups: dict[str, list[str]] = {"OpenAI": [], "Triton": [], "Health": []}
+    groups: dict[str, list[str]] = {"OpenAI": [], "Anthropic": [], "Triton": [], "Health": []}
     for path, operations in sorted(paths.items()):
         groups[_group(path)] += _rows(path, operations)
     tables = [f"\n## {name}\n\n{_table(rows)}" for name, rows in groups.items()]
@@ -43,6 +48,8 @@ def render_http_routes() -> str:
 
 
 def _group(path: str) -> str:
+    if path.startswith("/v1/messages"):
+        return "Anthropic"
     if path.startswith("/v1"):
         return "OpenAI"
     return "Triton" if path.startswith("/v2") else "Health"

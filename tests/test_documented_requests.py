@@ -22,6 +22,7 @@ GUIDES = (
     "docs/quickstart.md",
     "docs/requests.md",
     "docs/openai.md",
+    "docs/anthropic.md",
     "docs/operations.md",
 )
 MODEL = "smollm2-135m"  # the model's name in the guides
@@ -90,8 +91,12 @@ def test_a_documented_request_is_answered(server: RealServer, guide: str, comman
         assert all(event["text_output"] for event in read_events(body))
     elif "/generate" in command:
         assert json.loads(body)["text_output"]
-    elif "/v1/" in command:
+    elif "/v1/chat" in command:
         assert json.loads(body)["choices"][0]["message"]["content"]
+    elif "/v1/responses" in command:
+        assert json.loads(body)["output"][0]["content"][0]["text"]
+    elif "/v1/messages" in command:
+        assert json.loads(body)["content"][0]["text"]
 
 
 def send(server: RealServer, command: str) -> str:
@@ -107,8 +112,9 @@ def read_events(body: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in body.splitlines() if line]
 
 
-def test_the_documented_python_program_prints_an_answer(server: RealServer) -> None:
-    (program,) = blocks("docs/openai.md", "python")
+@pytest.mark.parametrize("guide", ["docs/openai.md", "docs/anthropic.md"])
+def test_the_documented_python_program_prints_an_answer(server: RealServer, guide: str) -> None:
+    (program,) = blocks(guide, "python")
     assert ADDRESS.search(program)
     ran = subprocess.run(
         [sys.executable, "-c", ADDRESS.sub(server.http, program)],

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.repository.reading import Reading
+from slipstream.server.anthropic.routes import AnthropicRoutes
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.grpc.options import GrpcOptions, add_port
 from slipstream.server.grpc.service import create_grpc_server
@@ -46,16 +47,18 @@ def create_app(
     context: ServerContext | None = None,
     metrics: ServerMetrics | None = None,
 ) -> HttpRoutes:
-    """Return the handler of the HTTP port, with Triton's and OpenAI's routes.
+    """Return the handler of the HTTP port, with Triton's, OpenAI's and Anthropic's routes.
 
     Without a context the models are fixed and no key is needed. `metrics`: those that the HTTP port
     serves.
     """
     context = context or create_context()
+    anthropic = AnthropicRoutes(registry, state, context)
     openai = OpenAIRoutes(registry, state, context)
     probes = HealthProbes(registry, state)
     info = ServerInfo(state, metrics)
-    return HttpRoutes(registry, state, context, [openai.group(), probes.group(), info.group()])
+    groups = [anthropic.group(), openai.group(), probes.group(), info.group()]
+    return HttpRoutes(registry, state, context, groups)
 
 
 class Services:

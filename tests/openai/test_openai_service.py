@@ -252,6 +252,8 @@ def test_the_documentation_has_the_routes_with_examples_that_run(serving):
         "/v1/models/{model}",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/responses",
         "/v1/responses/input_tokens",
         "/v1/responses/{id}",

@@ -10,6 +10,7 @@ import openai
 import pydantic
 import pytest
 from called_functions import MARKED_TEMPLATE, WEATHER, called_by, replace_answers
+from response_calls import chatted, respond
 
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.kserve.errors import InferenceError
@@ -22,18 +23,6 @@ TOOL: Any = {
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 ARGUMENTS = {"city": "Rome", "days": 2}
-
-
-def respond(serving, given="Hello there", **fields):
-    return serving.client.responses.create(
-        **{"model": "chat", "input": given, "temperature": 0, "max_output_tokens": 12, **fields}
-    )
-
-
-def chatted(serving, messages, **fields):
-    return serving.client.chat.completions.create(
-        **{"model": "chat", "messages": messages, "temperature": 0, "max_tokens": 12, **fields}
-    )
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from called_functions import replace_answers
 from http_support import RunningServer, wait_until
 from openai_server import sdk
-from test_responses import chatted, respond
+from response_calls import chatted, respond
 
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.kserve.access import Access

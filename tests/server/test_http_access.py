@@ -44,6 +44,8 @@ ROUTES = {
     ("POST", "/v1/completions"): 400,
     ("POST", "/v1/responses"): 400,
     ("GET", "/v1/responses/resp_0"): 404,
+    ("POST", "/v1/messages"): 400,
+    ("POST", "/v1/messages/count_tokens"): 400,
     ("DELETE", "/v1/responses/resp_0"): 404,
     ("POST", "/v1/embeddings"): 404,
     ("GET", "/ping"): 200,

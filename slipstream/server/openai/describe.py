@@ -120,7 +120,7 @@ def _responses(*problems: str) -> dict[str, Any]:
 
 
 def _post(summary: str, kind: type[msgspec.Struct], example: dict[str, Any]) -> dict[str, Any]:
-    content = {"application/json": {"schema": _schema(kind), "example": example}}
+    content = {"application/json": {"schema": body_schema(kind), "example": example}}
     return {
         "post": {
             "summary": summary,
@@ -130,7 +130,7 @@ def _post(summary: str, kind: type[msgspec.Struct], example: dict[str, Any]) -> 
     }
 
 
-def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def body_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Return msgspec's schema of the fields with its references resolved."""
     (schema,), parts = msgspec.json.schema_components([kind], ref_template="{name}")
     whole = dict(parts[schema["$ref"]])

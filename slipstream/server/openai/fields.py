@@ -93,6 +93,21 @@ class CompletionFields(Fields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+# Fields of other servers that every chat endpoint takes, also those with formats of their own.
+SHARED_CHAT_FIELDS = (
+    *[field.openai for field in COPIED if field.openai not in ("", "max_tokens")],
+    "logit_bias",
+    "ignore_eos",
+    "stop_token_ids",
+    "bad_words",
+    "cache_salt",
+    "chat_template_kwargs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+
 _TOOLS = "use tools and tool_choice"
 _TEXT_ONLY = "it generates text only"
 _NOT_STORED = "it stores no conversations"

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.request_fields.table import COPIED
 from slipstream.server.openai.calls import Document
 from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import (
+    SHARED_CHAT_FIELDS,
     ChatFields,
     convert_fields,
     decode_object,
@@ -40,22 +40,7 @@ _MAX_METADATA_KEY = 64
 _MAX_METADATA_VALUE = 512
 
 # Fields of other servers, read as in chat completions.
-_SAMPLING = tuple(field.openai for field in COPIED if field.openai not in ("", "max_tokens"))
-_CHAT_FIELDS = (
-    *_SAMPLING,
-    "stop",
-    "logit_bias",
-    "ignore_eos",
-    "stop_token_ids",
-    "bad_words",
-    "include_stop_str_in_output",
-    "cache_salt",
-    "chat_template_kwargs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
+_CHAT_FIELDS = (*SHARED_CHAT_FIELDS, "stop", "include_stop_str_in_output")
 # The names of fields in errors about the chat request.
 FIELD_NAMES: Sequence[tuple[str, str]] = (
     (r"messages\b.*", "input"),
