@@ -19,7 +19,7 @@ from slipstream.server.openai.parts import CallArguments, CallStart, Reasoning
 from slipstream.server.openai.responses import background
 from slipstream.server.openai.responses.items import read_input
 from slipstream.server.openai.responses.output import Output
-from slipstream.server.openai.responses.store import ResponseStore, StoredResponse, Turn
+from slipstream.server.openai.responses.store import ItemFinder, ResponseStore, StoredResponse, Turn
 from slipstream.server.services import create_app, create_context
 
 
@@ -211,23 +211,23 @@ def test_the_least_recently_used_responses_are_dropped():
     assert store.find("", "a") is not None
     store.save("", stored("c", "x"))
     assert [store.find("", name) is not None for name in "abc"] == [True, False, True]
-    assert store.find_item("", "b-out") is None
-    assert store.find_item("", "c-out") == {"id": "c-out", "type": "message"}
-    assert store.find("other", "a") is store.find_item("other", "a-out") is None
+    assert ItemFinder(store, "").find("b-out") is None
+    assert ItemFinder(store, "").find("c-out") == {"id": "c-out", "type": "message"}
+    assert store.find("other", "a") is ItemFinder(store, "other").find("a-out") is None
 
 
 def test_stored_bytes_are_bounded_and_shared_turns_count_once():
-    store = ResponseStore(max_bytes=3000)
+    store = ResponseStore(max_bytes=3500)
     first = stored("a", "x" * 1000)
     store.save("", first)
     size = store.bytes
-    assert 1000 < size < 1300
+    assert 1500 < size < 1800  # the index of two items counts, too
     store.save("", stored("b", "y" * 10, first))
-    assert store.bytes < size + 300
+    assert store.bytes < size + 800
     assert store.delete("", "a")
     assert not store.delete("", "a")
     assert store.bytes > 1000  # the conversation of "b" has the turn of "a"
-    assert store.find_item("", "a-out") is not None
+    assert ItemFinder(store, "").find("a-out") is not None
     store.save("", stored("c", "z" * 2500))
     assert (len(store), store.find("", "b")) == (1, None)
     store.save("", stored("d", "z" * 5000))  # larger than the store
@@ -266,7 +266,7 @@ def test_reasoning_is_an_item_of_its_own():
     assert reasoning["summary"] == []
     assert message["content"][0]["text"] == "Well"
     assert (call["call_id"], call["arguments"]) == ("c1", '{"a": 1}')
-    assert output.reasoning() == "Let me think."
+    assert output.reasoning_characters() == len("Let me think.")
 
 
 def test_reasoning_is_its_own_summary_if_one_is_requested():

@@ -16,6 +16,7 @@ _NOT_TEXT = "is not supported by this server: its models read text only"
 def chat_messages(system: Any, messages: Sequence[Any]) -> list[Document]:
     """Return the messages for a chat template. Turns of the same role are joined."""
     made: list[Document] = []
+    calls: set[str] = set()  # ids of the tool_use blocks so far
     if system:
         made.append({"role": "system", "content": _texts("system", system)})
     for number, message in enumerate(messages):
@@ -27,9 +28,9 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[Document]:
             case "system":
                 made.append({"role": "system", "content": _texts(f"{name}.content", content)})
             case "user":
-                _add_user_message(f"{name}.content", content, made)
+                _add_user_message(f"{name}.content", content, made, calls)
             case "assistant":
-                _add_answer(f"{name}.content", content, made)
+                _add_answer(f"{name}.content", content, made, calls)
     if made and made[-1]["role"] == "assistant":
         raise ApiError(
             f"messages[{len(messages) - 1}] is not supported by this server: the last message must "
@@ -39,18 +40,18 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[Document]:
     return made
 
 
-def _add_user_message(name: str, content: Any, messages: list[Document]) -> None:
+def _add_user_message(name: str, content: Any, messages: list[Document], calls: set[str]) -> None:
     for place, block in _blocks(name, content):
         match block["type"]:
             case "text":
                 _last(messages, "user")["content"].append(_text_part(place, block))
             case "tool_result":
-                messages.append(_tool_message(place, block, messages))
+                messages.append(_tool_message(place, block, calls))
             case kind:
                 raise _unsupported(place, kind)
 
 
-def _add_answer(name: str, content: Any, messages: list[Document]) -> None:
+def _add_answer(name: str, content: Any, messages: list[Document], calls: set[str]) -> None:
     for place, block in _blocks(name, content):
         message = _last(messages, "assistant")
         match block["type"]:
@@ -60,7 +61,9 @@ def _add_answer(name: str, content: Any, messages: list[Document]) -> None:
                 thinking = _text(f"{place}.thinking", block.get("thinking"))
                 message["reasoning_content"] = message.get("reasoning_content", "") + thinking
             case "tool_use":
-                message.setdefault("tool_calls", []).append(_call(place, block))
+                call = _call(place, block)
+                calls.add(call["id"])
+                message.setdefault("tool_calls", []).append(call)
             case kind:
                 raise _unsupported(place, kind)
 
@@ -106,9 +109,8 @@ def _texts(name: str, content: Any) -> list[Document]:
     return parts
 
 
-def _tool_message(name: str, block: Mapping[str, Any], messages: Sequence[Document]) -> Document:
+def _tool_message(name: str, block: Mapping[str, Any], calls: set[str]) -> Document:
     identity = _text(f"{name}.tool_use_id", block.get("tool_use_id"))
-    calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
     if identity not in calls:
         raise field_error(
             f"{name}.tool_use_id", f"names no tool_use block before it, got {identity[:80]}"

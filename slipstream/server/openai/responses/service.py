@@ -34,7 +34,12 @@ from slipstream.server.openai.responses.items import (
     read_input,
     without_oldest,
 )
-from slipstream.server.openai.responses.store import ResponseStore, StoredResponse, Turn
+from slipstream.server.openai.responses.store import (
+    ItemFinder,
+    ResponseStore,
+    StoredResponse,
+    Turn,
+)
 from slipstream.server.openai.responses.writer import ResponseWriter
 from slipstream.server.openai.streaming import CallService
 from slipstream.server.text.threads import in_thread_if_long
@@ -152,7 +157,7 @@ class ResponseService:
 
     def _read_request(self, body: bytes, tenant: str) -> ResponseRequest:
         fields, given = read_response_fields(body)
-        items = read_input(fields.input, partial(self._store.find_item, tenant))
+        items = read_input(fields.input, ItemFinder(self._store, tenant).find)
         turns: Sequence[Turn] = ()
         history: list[Item] = []
         if fields.previous_response_id is not None:

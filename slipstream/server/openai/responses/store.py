@@ -16,6 +16,7 @@ from slipstream.server.openai.responses.items import Item
 
 MAX_RESPONSES = 1000
 MAX_BYTES = 64 << 20
+_ITEM_BYTES = 256  # of the index of items, for each item
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,7 @@ class Turn:
 
     @property
     def size(self) -> int:
-        return len(self.input) + len(self.output)
+        return len(self.input) + len(self.output) + _ITEM_BYTES * len(self.ids)
 
     def input_items(self) -> list[Item]:
         return msgspec.json.decode(self.input, type=list[Item])
@@ -98,11 +99,10 @@ class ResponseStore:
                 self._responses.move_to_end((tenant, identity))
             return found
 
-    def find_item(self, tenant: str, identity: str) -> Item | None:
+    def find_turn(self, tenant: str, item: str) -> Turn | None:
+        """Return the turn that has an item."""
         with self._lock:
-            turn = self._items.get((tenant, identity))
-        found = [item for item in turn.items() if item["id"] == identity] if turn else []
-        return found[0] if found else None
+            return self._items.get((tenant, item))
 
     def delete(self, tenant: str, identity: str) -> bool:
         """Delete a response. Return whether there was one."""
@@ -123,3 +123,19 @@ class ResponseStore:
                     if self._items.get((tenant, item)) is turn:
                         del self._items[tenant, item]
         return True
+
+
+@dataclass
+class ItemFinder:
+    """Finds the stored items that one request refers to. A turn is decoded once."""
+
+    store: ResponseStore
+    tenant: str
+    _items: dict[str, Item] = field(default_factory=dict)
+
+    def find(self, identity: str) -> Item | None:
+        if identity not in self._items:
+            turn = self.store.find_turn(self.tenant, identity)
+            if turn is not None:
+                self._items |= {item["id"]: item for item in turn.items()}
+        return self._items.get(identity)

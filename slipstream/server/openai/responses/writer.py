@@ -124,8 +124,6 @@ class ResponseWriter:
 
     def _usage(self, answers: CallAnswers) -> Document:
         usage = answers.usage()
-        reasoning = self._output.reasoning()
-        tokens = len(self._prepared.model.tokenizer.encode(reasoning, False)) if reasoning else 0
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {
@@ -133,9 +131,15 @@ class ResponseWriter:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": tokens},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens(answers)},
             "total_tokens": usage["total_tokens"],
         }
+
+    def _reasoning_tokens(self, answers: CallAnswers) -> int:
+        """Return the tokens of the reasoning, estimated by its share of the text."""
+        choice = answers.choices[0]
+        share = self._output.reasoning_characters() / max(1, len(choice.text))
+        return round(len(choice.tokens) * min(1.0, share))
 
     def _encode(self, events: Iterable[Event]) -> bytes:
         written = []
