@@ -75,15 +75,7 @@ class Transformer:
         self.embedding = source.take(
             "transformer.vocab_embedding.weight", (spec.vocab_size, spec.embedding_width)
         )
-        self.project_in: Tensor | None = None
-        self.project_out: Tensor | None = None
-        if spec.embedding_size:
-            self.project_in = source.take(
-                "transformer.project_in.weight", (spec.hidden_size, spec.embedding_size)
-            )
-            self.project_out = source.take(
-                "transformer.project_out.weight", (spec.embedding_size, spec.hidden_size)
-            )
+        self._take_projections(source)
         # Rounded as the model was trained with it, in the type of its embedding.
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self.position_embedding: Tensor | None = None
@@ -105,6 +97,19 @@ class Transformer:
         for layer, following in itertools.pairwise(self.layers):
             layer.set_consumer(following.input_norm, following.qkv)
         self.layers[-1].set_consumer(self.final_norm, self.head.linear)
+
+    def _take_projections(self, source: Tensors) -> None:
+        """Take the linear layers between embeddings and layers of another size."""
+        spec = self.spec
+        self.project_in: Tensor | None = None
+        self.project_out: Tensor | None = None
+        if spec.embedding_size:
+            self.project_in = source.take(
+                "transformer.project_in.weight", (spec.hidden_size, spec.embedding_size)
+            )
+            self.project_out = source.take(
+                "transformer.project_out.weight", (spec.embedding_size, spec.hidden_size)
+            )
 
     def compress_weights(self, most_bytes: int) -> int:
         """Make 12-bit copies of the weights that every token reads, if they fit into `most_bytes`.
