@@ -30,7 +30,8 @@ def gumbel(tokens: Tensor, keys: Tensor) -> Tensor:
     tokens: int64 [rows, n] or [n]; keys: int64 [rows, 1]
     """
     bits = _mix_32(_mix_32(tokens) ^ keys) >> 8
-    uniform = (bits.float() + 0.5) * 2.0**-24  # strictly between 0 and 1
+    # Strictly between 0 and 1. The largest sum rounds up to 2**24, which would be infinite noise.
+    uniform = ((bits.float() + 0.5) * 2.0**-24).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log(uniform))
 
 

@@ -189,3 +189,31 @@ def test_draws_with_typical_p_follow_transformers(top_k, top_p, min_p):
         torch.bincount(tokens, minlength=VOCAB).double(), probabilities.double()
     )
     assert statistic < freedom + 5 * math.sqrt(2 * max(freedom, 1)) + 1e-9
+
+
+def test_noise_is_finite_for_every_token_of_a_large_vocabulary():
+    """One hash in 2**24 used to give infinite noise, so that a token was drawn at random."""
+    tokens = torch.arange(50_000)
+    keys = torch.tensor([[sampling.noise_key(7, position)] for position in range(40)])
+    for some in keys.split(10):
+        assert sampling.gumbel(tokens, some).isfinite().all()
+    # the key whose hash of token 0 has all bits set
+    largest = torch.tensor([[_key_of_largest_noise()]])
+    noise = sampling.gumbel(torch.tensor([0]), largest)
+    assert noise.item() == pytest.approx(16.6, abs=0.1)
+    logits = torch.tensor([[-math.inf, 1.0]])
+    assert sampling.draw_from_all(logits, torch.ones(1, 1), None, largest).tolist() == [1]
+
+
+def _key_of_largest_noise() -> int:
+    """Return the key for which the hash of token 0 is 2**32 - 1; token 0 hashes to 0."""
+
+    def unshift(value: int, bits: int) -> int:
+        found = value
+        for _ in range(32 // bits + 1):
+            found = value ^ (found >> bits)
+        return found
+
+    value = unshift(0xFFFFFFFF, 16)
+    value = unshift(value * pow(0x846CA68B, -1, 2**32) % 2**32, 15)
+    return unshift(value * pow(0x7FEB352D, -1, 2**32) % 2**32, 16)
