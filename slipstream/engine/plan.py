@@ -107,6 +107,13 @@ def add_entry(
         plan.written += [
             (request.row, len(request.tokens) + i, token) for i, token in enumerate(draft_tokens)
         ]
+    if request.unwritten:
+        first = len(request.tokens) - request.unwritten
+        plan.written += [
+            (request.row, place, request.tokens[place])
+            for place in range(first, len(request.tokens))
+        ]
+        request.unwritten = 0
     if samples and request.constraint is not None:
         mask = request.constraint.mask(request.tokens[request.prompt_tokens :])
         if mask:

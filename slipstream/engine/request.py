@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.engine.cache.eviction import Retention, RetentionPriority
@@ -86,6 +86,24 @@ class Constraint(Protocol):
         ...
 
 
+class Revision(NamedTuple):
+    """An output as a constraint has revised it."""
+
+    tokens: list[int]
+    settled: int  # number of first tokens that no later revision changes
+
+
+@runtime_checkable
+class Reviser(Protocol):
+    """A constraint that may change the last output tokens, and append tokens."""
+
+    def revise(self, tokens: list[int], fixed: int) -> Revision:
+        """Return the output that continues these tokens without a choice: the same text, perhaps in
+        other tokens after the first `fixed` ones, and then what must follow.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class RequestStats:
     """Timestamps and counts of one request, in seconds on the scheduler's clock; 0: not yet."""
@@ -151,6 +169,9 @@ class Request:
     # requests with the same prompt that wait until this one has computed it
     dependents: list[Request] = field(default_factory=list)
     constraint: Constraint | None = None
+    reviser: Reviser | None = None  # the constraint, if it may revise the output
+    sent: int = 0  # output tokens that were sent, if it has a reviser
+    unwritten: int = 0  # last tokens that the host decided on and the runner does not know
     scored: int = 0  # prompt positions whose scores were sent; of beams, the leader's counts
     stats: RequestStats = field(default_factory=RequestStats)
 
@@ -177,6 +198,25 @@ class Request:
             return 0
         known = len(self.tokens) + self.pending
         return known - self.scheduled if known < self.limit else 0
+
+    @property
+    def settled(self) -> int:
+        """The number of tokens that never change."""
+        return self.known if self.reviser is None else self.prompt_tokens + self.sent
+
+    def replace_output(self, first: int, tokens: Sequence[int]) -> None:
+        """Replace the output tokens from `first` on. Computed ones are computed again."""
+        start = self.prompt_tokens + first
+        self.tokens[start:] = tokens
+        self.unwritten = len(tokens)
+        self.scheduled = min(self.scheduled, start)
+        self.committed = min(self.committed, start)
+
+    def take_unsent(self, end: int) -> list[int]:
+        """Return the output tokens before `end` that were not sent, and count them as sent."""
+        start = self.sent
+        self.sent = max(start, end)
+        return self.tokens[self.prompt_tokens + start : self.prompt_tokens + self.sent]
 
     def retention_priority(self, block: int, block_tokens: int) -> RetentionPriority | None:
         """Return the retention priority of a block, by its index in the table."""

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 
 from slipstream.engine.beams.group import BeamGroup
+from slipstream.engine.constraints.vocabulary import common_length
 from slipstream.engine.outputs import OutputBuffer
 from slipstream.engine.plan import StepResult
-from slipstream.engine.request import FinishReason, Request
+from slipstream.engine.request import FinishReason, Request, Reviser
 from slipstream.engine.speculation import count_accepted
 from slipstream.engine.statistics import Counters
 
@@ -72,6 +73,9 @@ class ResultHandler:
         count = count_accepted(sampled, request.draft_tokens)
         request.pending -= 1 + drafts
         request.stats.record_token(self.now)
+        if request.reviser is not None:
+            self._apply_revised(request, request.reviser, sampled[0])
+            return
         tokens, reason = _append_tokens(request, sampled[:count])
         self._counters.output_tokens += len(tokens) + (reason == "stop" and len(tokens) < count)
         if drafts:
@@ -81,6 +85,27 @@ class ResultHandler:
         self._emit(request, result, index, tokens, reason)
         if reason:
             request.finish(reason)
+            self._drop(request)
+
+    def _apply_revised(self, request: Request, reviser: Reviser, token: int) -> None:
+        """Apply a token of a request whose output is revised, and send the tokens that stay."""
+        reason: FinishReason | None = "stop"
+        settled = 0
+        if token in request.sampling.end_ids:  # the end token itself is not part of the output
+            self._counters.output_tokens += 1
+        else:
+            request.tokens.append(token)
+            reason, settled = _revise(request, reviser)
+        if reason:
+            request.finish(reason)
+            settled = len(request.tokens) - request.prompt_tokens
+        tokens = request.take_unsent(settled)
+        self._counters.output_tokens += len(tokens)
+        if tokens or reason or request.sampling.scores_prompt:  # scores of the prompt may wait
+            self._outputs.emit(
+                request.submitted.request_id, tokens, reason or "", request.cached_tokens
+            )
+        if reason:
             self._drop(request)
 
     def _emit(
@@ -148,6 +173,29 @@ def _append_tokens(request: Request, tokens: list[int]) -> tuple[list[int], Fini
         if len(request.tokens) == request.limit:
             return taken, "length"
     return taken, None
+
+
+def _revise(request: Request, reviser: Reviser) -> tuple[FinishReason | None, int]:
+    """Replace a request's output by what its reviser makes of it; return the finish reason and the
+    number of settled tokens.
+    """
+    sampling = request.sampling
+    output = request.tokens[request.prompt_tokens :]
+    revision = reviser.revise(output, request.sent)
+    revised = revision.tokens[: sampling.max_tokens]
+    first = common_length(output, revised)
+    ends = (
+        place
+        for place in range(max(first, sampling.min_tokens), len(revised))
+        if revised[place] in sampling.end_ids
+    )
+    end = next(ends, len(revised))
+    if first < len(output) or first < end:
+        request.replace_output(first, revised[first:end])
+    complete = request.constraint is not None and request.constraint.complete(revised)
+    if end < len(revised) or complete:
+        return "stop", end
+    return "length" if len(request.tokens) == request.limit else None, revision.settled
 
 
 def _commit_draft_tokens(request: Request, drafts: int, accepted: int) -> None:

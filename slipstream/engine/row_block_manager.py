@@ -105,7 +105,7 @@ class RowBlockManager:
         """Return the cached blocks of the request's prefix. At least one token stays uncached."""
         if not self.blocks.reuse or request.sampling.uses_whole_prompt:
             return []  # cached blocks have no logits
-        usable = (request.known - 1) // self.blocks.block_tokens
+        usable = _reusable_tokens(request) // self.blocks.block_tokens
         hashes = self._block_hashes(request, usable)
         if self.window is None:
             return self.blocks.find(hashes)
@@ -132,14 +132,14 @@ class RowBlockManager:
         """Return the hashes of blocks that follow the ones found and lie in the host's memory."""
         if not self.blocks.host or request.sampling.uses_whole_prompt:
             return []
-        usable = (request.known - 1) // self.blocks.block_tokens
+        usable = _reusable_tokens(request) // self.blocks.block_tokens
         return self.blocks.host.find(self._block_hashes(request, usable)[len(found) :])
 
     def register_full_blocks(self, request: Request) -> None:
         """Make blocks findable that are now full and written."""
         if not self.blocks.reuse:
             return
-        full = request.committed // self.blocks.block_tokens
+        full = min(request.committed, request.settled) // self.blocks.block_tokens
         if full > request.hashed_blocks:
             hashes = self._block_hashes(request, full)
             for index in range(request.hashed_blocks, full):
@@ -291,7 +291,8 @@ class RowBlockManager:
             return
         # Accepted draft tokens may have filled blocks that are not registered yet.
         self.register_full_blocks(request)
-        outside = self.window.blocks_outside(request.committed, self.blocks.block_tokens)
+        settled = min(request.committed, request.settled)
+        outside = self.window.blocks_outside(settled, self.blocks.block_tokens)
         released = range(max(outside.start, request.released_blocks), outside.stop)
         self.blocks.release([request.blocks[index] for index in released])
         for index in released:
@@ -392,3 +393,10 @@ class RowBlockManager:
         if sum(block != NULL_BLOCK for block in request.blocks) > self.max_blocks(request):
             return "holds more blocks than it may"
         return ""
+
+
+def _reusable_tokens(request: Request) -> int:
+    """Return how many tokens of a request may come from cached blocks: not the last one, nor tokens
+    that may be revised.
+    """
+    return min(request.known - 1, request.settled)

@@ -122,6 +122,15 @@ class SamplingParams(BaseSamplingParams):
         return self.guide is not None or bool(self.bad_texts or self.stop_texts)
 
     @property
+    def revisable(self) -> bool:
+        """Whether the host may replace output tokens by others of the same text, and append tokens
+        that must follow: nothing is asked about single tokens.
+        """
+        reports_more = self.log_probs or self.top_log_probs or self.generation_logits
+        bans_tokens = self.bad_words or self.no_repeat_ngram or self.logit_bias
+        return not (self.beams or reports_more or bans_tokens)
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether logits are needed at every position of the prompt, cached or not."""
         return self.prompt_log_probs or self.context_logits

@@ -21,7 +21,7 @@ from slipstream.engine.capacity import Capacity
 from slipstream.engine.messages import EngineStats, StepOutputs
 from slipstream.engine.outputs import OutputBuffer
 from slipstream.engine.plan import StepPlan, StepResult, add_entry, remove_request
-from slipstream.engine.request import Constraint, FinishReason, GenerateRequest, Request
+from slipstream.engine.request import Constraint, FinishReason, GenerateRequest, Request, Reviser
 from slipstream.engine.results import ResultHandler
 from slipstream.engine.row_block_manager import RowBlockManager
 from slipstream.engine.settings import Policy
@@ -102,6 +102,8 @@ class Scheduler:
             queued.needs_host_result = True
         queued.needs_host_result |= constraint is not None  # masks depend on the text so far
         queued.needs_host_result |= bool(request.sampling.pooling)  # ends with the prompt
+        if isinstance(constraint, Reviser) and request.sampling.revisable:
+            queued.reviser = constraint
         if problem := self._manager.capacity_problem(queued):
             self.refuse(request.request_id, "error", problem)
             return
@@ -340,7 +342,8 @@ class Scheduler:
         """Schedule up to `count` tokens of a request and draft tokens after them; return how many
         in all.
         """
-        room = self._manager.max_position(request, request.committed) - request.scheduled
+        settled = min(request.committed, request.settled)
+        room = self._manager.max_position(request, settled) - request.scheduled
         count = min(count, room)
         budget = min(budget, room)
         if count <= 0:
@@ -398,6 +401,7 @@ class Scheduler:
             member.pending = 0
             member.scheduled = 0
             member.committed = 0
+            member.unwritten = 0  # a new start has all tokens
         if request.group is not None:
             request.group.reset()
             request = request.group.leader
@@ -419,7 +423,11 @@ class Scheduler:
         request.finish(reason)
         if request.group is not None and reason != "error":
             self._outputs.outputs.beams[request_id] = request.group.search.results()
-        self._outputs.emit(request_id, (), reason, request.cached_tokens, error=error)
+        tokens: Sequence[int] = ()
+        if request.reviser is not None:  # nothing revises its last tokens any more
+            tokens = request.take_unsent(len(request.tokens) - request.prompt_tokens)
+        self._counters.output_tokens += len(tokens)
+        self._outputs.emit(request_id, tokens, reason, request.cached_tokens, error=error)
         self._drop(request)
 
     def _drop(self, request: Request) -> None:
@@ -437,6 +445,8 @@ class Scheduler:
         self._waiting.push(*release_dependents(request, over=True))
         for member in _members(request):
             if member.row >= 0:
+                if member.reviser is not None:  # its last tokens never change now
+                    self._manager.register_full_blocks(member)
                 self._manager.release(member)
 
 

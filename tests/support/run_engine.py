@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slipstream.engine.loop import EngineLoop
+from slipstream.engine.loop import EngineLoop, LaunchedStep
 from slipstream.engine.messages import Beam
+from slipstream.engine.plan import StepPlan
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
@@ -81,6 +82,19 @@ def engine(
     folder: Path, dtype: str = "float32", cache_tokens: int = CACHE_TOKENS, **settings
 ) -> EngineLoop:
     return start_engine(folder, EngineSettings(dtype=dtype, cache_tokens=cache_tokens, **settings))
+
+
+def record_plans(loop: EngineLoop) -> list[StepPlan]:
+    """Return a list that grows by each plan that the engine carries out."""
+    plans: list[StepPlan] = []
+    launch = loop.runner.launch
+
+    def launch_and_record(plan: StepPlan) -> LaunchedStep:
+        plans.append(plan)
+        return launch(plan)
+
+    loop.runner.launch = launch_and_record  # type: ignore[method-assign]
+    return plans
 
 
 def all_logits(folder: Path, dtype: torch.dtype, sequences: list[list[int]]) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from slipstream.engine.beams.search import BeamSearch
 from slipstream.engine.blocks import NULL_BLOCK, BlockPool
 from slipstream.engine.messages import Beam
 from slipstream.engine.plan import StepPlan, StepResult
+from slipstream.engine.request import Revision
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scheduler import Scheduler
 
@@ -29,6 +30,47 @@ def expected_answer(prompt: list[int], max_tokens: int) -> list[int]:
             break
         tokens.append(token)
     return tokens[len(prompt) :]
+
+
+class Revising:
+    """A constraint of the fake model, which revises the output as a guide does: it replaces the last
+    tokens by another one, and appends tokens that must follow.
+    """
+
+    error = ""
+
+    def mask(self, tokens: list[int]) -> bytes:
+        return b""
+
+    def complete(self, tokens: list[int]) -> bool:
+        return tokens[-1] == VOCABULARY - 1
+
+    def revise(self, tokens: list[int], fixed: int) -> Revision:
+        revised = list(tokens)
+        for _ in range(2):
+            if revised[-1] % 3 == 0 and len(revised) - fixed >= 2:
+                revised[-2:] = [10 + sum(revised[-2:]) % 30]
+        if revised[-1] % 4 == 1:
+            revised += [10 + (revised[-1] + place) % 30 for place in range(revised[-1] % 11)]
+        return Revision(revised, len(revised) - 1 - len(revised) % 3)
+
+
+def expected_revised_answer(prompt: list[int], max_tokens: int) -> tuple[list[int], str]:
+    """Return the answer under `Revising`, and the finish reason."""
+    constraint = Revising()
+    output: list[int] = []
+    sent = 0
+    while True:
+        token = next_token(prompt + output)
+        if token == END:
+            return output, "stop"
+        revision = constraint.revise([*output, token], sent)
+        output = revision.tokens[:max_tokens]
+        if constraint.complete(output):
+            return output, "stop"
+        if len(output) == max_tokens:
+            return output, "length"
+        sent = max(sent, revision.settled)
 
 
 def candidates(history: list[int], count: int) -> list[tuple[int, float]]:
@@ -65,9 +107,11 @@ class Device:
         self.host: dict[int, dict[int, int]] = {}  # host slot → content of a block
         self.copied = 0
         self.loaded = 0
+        self.steps = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         self.apply(plan)
+        self.steps += 1
         assert 0 < plan.tokens <= self.scheduler.step_tokens
         assert len(set(plan.rows)) == len(plan.rows)
         result = StepResult(tokens=[])

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slipstream.engine.constraints.vocabulary import Vocabulary
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.engine.constraints.vocabulary import LongestMatch, Vocabulary, common_length
+from slipstream.engine.request import Revision
 from slipstream.engine.sampling_params import Guide
 
 KINDS = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag", "choice")
@@ -22,8 +26,14 @@ FIELD = "guided_decoding_guide: "
 LONGEST_GUIDE = 1 << 20  # bytes
 _NO_TOKEN_ALLOWED = "NoExtensionBias"  # the library's error text
 _CACHED_GRAMMARS = 64
+# tokens before a new one that are tokenised again with it
+_WINDOW_TOKENS = 8
+# last tokens of an output that may be tokenised otherwise with what follows
+_HELD_TOKENS = 2
 # Whitespace is bounded: otherwise a model might produce spaces without end.
 _WHITESPACE = r"[ \n\t]{0,16}"
+
+Mask = npt.NDArray[np.uint32]  # one bit for each token
 
 
 class GuideError(ValueError):
@@ -52,11 +62,12 @@ class Guides:
         self._tokenizer = library.LLTokenizer(
             library.TokenizerWrapper(_LibraryTokenizer(vocabulary)), eos_token=len(vocabulary.texts)
         )
-        self._compiled: OrderedDict[Guide, Any] = OrderedDict()
-        self._opening = _opening_mask(vocabulary)
+        self._compiled: OrderedDict[Guide, list[Any]] = OrderedDict()
+        self._begins_with_space = _space_mask(vocabulary) if vocabulary.strips_space else None
 
     def open(self, guide: Guide, end_ids: Sequence[int]) -> Guided:
-        guided = Guided(self._compile(guide), self.vocabulary, end_ids, self._opening)
+        matchers = [matcher.deep_copy() for matcher in self._compile(guide)]
+        guided = Guided(matchers, self.vocabulary, end_ids, self._begins_with_space)
         # The first mask may take long, or show that the grammar is too large. So it is computed
         # here and not in the step loop.
         guided.mask([])
@@ -64,66 +75,160 @@ class Guides:
             raise GuideError(guided.error)
         return guided
 
-    def _compile(self, guide: Guide) -> Any:
-        matcher = self._compiled.get(guide)
-        if matcher is None:
+    def _compile(self, guide: Guide) -> list[Any]:
+        """Return the matcher of a grammar, and one that begins with a space if that is removed."""
+        matchers = self._compiled.get(guide)
+        if matchers is None:
             library = _library()
-            matcher = library.LLMatcher(self._tokenizer, _grammar(library, guide), log_level=0)
-            if matcher.is_error():
-                raise GuideError(f"{FIELD}cannot be enforced: {_reason(matcher)}")
-            self._compiled[guide] = matcher
+            grammars = [_grammar(library, guide)]
+            if self._begins_with_space is not None:
+                grammars.append(_after_space(grammars[0]))
+            matchers = [
+                library.LLMatcher(self._tokenizer, grammar, log_level=0) for grammar in grammars
+            ]
+            for matcher in matchers:
+                if matcher.is_error():
+                    raise GuideError(f"{FIELD}cannot be enforced: {_reason(matcher)}")
+            self._compiled[guide] = matchers
             if len(self._compiled) > _CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(guide)
-        return matcher.deep_copy()
+        return matchers
 
 
 class Guided:
-    """The state of one output in a grammar."""
+    """The state of one output in a grammar.
+
+    Some tokenizers write a space before every text and remove it again. Their models begin an
+    output with or without one. An output that begins with a space then has a matcher of its own.
+    """
 
     def __init__(
-        self, matcher: Any, vocabulary: Vocabulary, end_ids: Sequence[int], opening: int
+        self,
+        matchers: Sequence[Any],
+        vocabulary: Vocabulary,
+        end_ids: Sequence[int],
+        begins_with_space: Mask | None = None,
     ) -> None:
+        """matchers: of the grammar, and of the grammar after a space if that is removed"""
         self.error = ""
-        self._matcher = matcher
+        self._matchers = matchers
+        self._matcher = matchers[0]
         self._vocabulary = vocabulary
-        self._ends = sum(1 << token for token in set(end_ids) if token < len(vocabulary.texts))
-        self._opening = opening
+        self._ends = [token for token in set(end_ids) if token < len(vocabulary.texts)]
+        self._begins_with_space = begins_with_space  # None: no space is removed
         self._seen: list[int] = []  # the output tokens that the matcher has consumed
-        self._allowed: int | None = None  # allowed tokens after `_seen`; None: not computed
+        self._allowed: Mask | None = None  # allowed tokens after `_seen`; None: not computed
 
     def mask(self, tokens: list[int]) -> bytes:
         self._follow(tokens)
         allowed = self._next()
-        if self._matcher.is_accepting():
-            allowed |= self._ends
-        return allowed.to_bytes(self._vocabulary.mask_bytes, "little")
+        if self._ends and self._matcher.is_accepting():
+            allowed = allowed.copy()
+            for token in self._ends:
+                allowed[token >> 5] |= np.uint32(1 << (token & 31))
+        return allowed.tobytes()
 
     def complete(self, tokens: list[int]) -> bool:
         self._follow(tokens)
-        return not self.error and self._matcher.is_accepting() and self._next() == 0
+        return not self.error and self._matcher.is_accepting() and not self._next().any()
+
+    def revise(self, tokens: list[int], fixed: int) -> Revision:
+        """Return the output in the tokens of the model's own tokenizer, followed by the tokens that
+        the grammar forces. The first `fixed` tokens stay.
+        """
+        self._follow(tokens)
+        forced = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+        end = len(self._vocabulary.texts)
+        if end in forced:  # no token spells what comes next
+            forced = forced[: forced.index(end)]
+        revised = self._to_canonical([*tokens, *forced], len(tokens), fixed)
+        return Revision(revised, self._count_settled(revised, fixed))
+
+    def _count_settled(self, tokens: list[int], fixed: int) -> int:
+        """Return how many tokens stay whatever comes next: not the last ones, nor white space
+        before them, because tokenizers join white space with what follows.
+        """
+        settled = max(fixed, len(tokens) - _HELD_TOKENS)
+        texts = self._vocabulary.texts
+        while settled > fixed and texts[tokens[settled - 1]].isspace():
+            settled -= 1
+        return settled
+
+    def _to_canonical(self, tokens: list[int], known: int, fixed: int) -> list[int]:
+        """Return the tokenizer's own tokens of the same text. Only the end of it can differ: the
+        tokens after `known`, and some before it, are new.
+        """
+        for start in _windows(known):
+            try:
+                text = self._vocabulary.spell(tokens[start:]).decode()
+            except UnicodeDecodeError:
+                continue  # begins or ends within a character
+            own = self._vocabulary.encode(text)
+            if own is None:
+                return tokens
+            same = common_length(own, tokens[start:])
+            if same == len(own):
+                return tokens
+            if same > 0 or start == 0:  # otherwise the text before it matters
+                return tokens if start + same < fixed else [*tokens[:start], *own]
+        return tokens
 
     def _follow(self, tokens: list[int]) -> None:
-        if tokens[: len(self._seen)] != self._seen:  # another output
-            self._matcher.reset()
-            self._seen = []
-        new_tokens = tokens[len(self._seen) :]
-        if new_tokens:
+        """Bring the matcher to the state after these tokens."""
+        same = common_length(tokens, self._seen)
+        if same < len(self._seen):  # another output, or a revised one
             self._allowed = None
-            self._matcher.consume_tokens(new_tokens)
-            self._seen = list(tokens)
+            if self._matcher.is_stopped() or not self._matcher.rollback(len(self._seen) - same):
+                self._matcher.reset()
+                same = 0
+        if same == 0 and tokens and self._begins_with_space is not None:
+            self._matcher = self._matchers[self._vocabulary.texts[tokens[0]].startswith(b" ")]
+        if same < len(tokens):
+            self._allowed = None
+            self._matcher.consume_tokens(tokens[same:])
+        self._seen = list(tokens)
 
-    def _next(self) -> int:
+    def _next(self) -> Mask:
+        """Return one bit for each token that the grammar allows next."""
         if self._allowed is None:
-            if self._matcher.is_stopped():
-                self._allowed = 0
+            if self._begins_with_space is None or self._seen:
+                self._allowed = self._compute_mask(self._matcher)
             else:
-                bits = int.from_bytes(self._matcher.compute_bitmask(), "little")
-                self._allowed = bits & ((1 << len(self._vocabulary.texts)) - 1)
+                plain, after_space = map(self._compute_mask, self._matchers)
+                spaces = self._begins_with_space
+                self._allowed = (plain & ~spaces) | (after_space & spaces)
             if self._matcher.is_error():
                 self.error = f"{FIELD}cannot be followed further: {_reason(self._matcher)}"
-                self._allowed = 0
-        return self._allowed if self._seen else self._allowed & self._opening
+            elif not self._allowed.any() and not self._matcher.is_accepting():
+                self.error = f"{FIELD}cannot be followed further: no token can come next"
+        return self._allowed
+
+    def _compute_mask(self, matcher: Any) -> Mask:
+        mask = np.zeros(self._vocabulary.mask_bytes // 4, dtype=np.uint32)
+        if not matcher.is_stopped():
+            computed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32)
+            if not matcher.is_error():
+                mask[:] = computed[: len(mask)]
+                _clear_from(mask, len(self._vocabulary.texts))  # the library's end token
+        return mask
+
+
+def _windows(tokens: int) -> Iterator[int]:
+    """Yield where the end of an output may begin, nearest first."""
+    size = _WINDOW_TOKENS
+    while size < tokens:
+        yield tokens - size
+        size *= 2
+    yield 0
+
+
+def _clear_from(mask: Mask, first: int) -> None:
+    """Clear the bits from `first` on."""
+    word = first >> 5
+    if word < len(mask):
+        mask[word] &= np.uint32((1 << (first & 31)) - 1)
+        mask[word + 1 :] = 0
 
 
 class _LibraryTokenizer:
@@ -135,26 +240,36 @@ class _LibraryTokenizer:
         self.tokens = [*vocabulary.texts, b"<end of the answer>"]
         self.eos_token_id = len(vocabulary.texts)
         self.special_token_ids = [*sorted(vocabulary.special), self.eos_token_id]
-        self._single = {
-            text: token
-            for token, text in reversed(list(enumerate(vocabulary.texts)))
-            if len(text) == 1
-        }
+        self._encode = vocabulary.encode
+        self._longest_match = LongestMatch(vocabulary)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokenise a text. The library uses it only to force tokens, which is turned off."""
-        return [self._single[bytes([byte])] for byte in text if bytes([byte]) in self._single]
+        """Return the tokens of a text that the grammar forces. They spell exactly this text: the
+        library does not check it.
+        """
+        tokens = self._encode(text.decode())
+        if tokens is None:
+            tokens = self._longest_match.encode(text)
+        # No token spells the text: the end token is never allowed in the middle of an output.
+        return [self.eos_token_id] if tokens is None else list(tokens)
 
 
-def _opening_mask(vocabulary: Vocabulary) -> int:
-    """Return the tokens that may begin an output: none with a space, if it would be removed."""
-    if not vocabulary.strips_space:
-        return (1 << len(vocabulary.texts)) - 1
-    bits = bytearray(vocabulary.mask_bytes)
+def _space_mask(vocabulary: Vocabulary) -> Mask:
+    """Return one bit for each token that begins with a space."""
+    mask = np.zeros(vocabulary.mask_bytes // 4, dtype=np.uint32)
     for token, text in enumerate(vocabulary.texts):
-        if not text.startswith(b" "):
-            bits[token >> 3] |= 1 << (token & 7)
-    return int.from_bytes(bits, "little")
+        if text.startswith(b" "):
+            mask[token >> 5] |= np.uint32(1 << (token & 31))
+    return mask
+
+
+def _after_space(grammar: str) -> str:
+    """Return the grammar of a space and then this grammar."""
+    inner: dict[str, Any] = {"lark_grammar": grammar}
+    if grammar.startswith("{"):
+        inner = json.loads(grammar)["grammars"][0]
+    outer = {"lark_grammar": 'start: " " @answer'}
+    return json.dumps({"grammars": [outer, inner | {"name": "answer"}]})
 
 
 def _grammar(library: Any, guide: Guide) -> str:

@@ -1,0 +1,159 @@
+"""Outputs that a constraint revises: tokens it replaces and appends, on plain Python objects."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_harness import (
+    END,
+    Harness,
+    Revising,
+    expected_answer,
+    expected_revised_answer,
+    make_scheduler,
+)
+
+from slipstream.engine.cache.window import Window
+from slipstream.engine.request import GenerateRequest, Revision
+from slipstream.engine.sampling_params import SamplingParams
+
+prompts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), prompts, st.integers(1, 30), st.booleans()),
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+    ),
+    min_size=5,
+    max_size=60,
+)
+
+
+def add(harness: Harness, request_id: int, prompt: list[int], most: int, revised: bool) -> None:
+    sampling = SamplingParams(max_tokens=most, end_ids=(END,))
+    harness.scheduler.add(
+        GenerateRequest(request_id, prompt, sampling), Revising() if revised else None
+    )
+
+
+def expected(prompt: list[int], most: int, revised: bool) -> tuple[list[int], str]:
+    if revised:
+        return expected_revised_answer(prompt, most)
+    answer = expected_answer(prompt, most)
+    return answer, "length" if len(answer) == most else "stop"
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    events,
+    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 2),
+    st.integers(17, 30),
+    st.sampled_from([None, Window(7), Window(9, 5)]),
+    st.sampled_from([0, 8]),
+)
+def test_any_traffic_gives_the_revised_tokens_and_releases_every_block(
+    story, policy, reuse, chunked, depth, blocks, window, host_slots
+):
+    scheduler = make_scheduler(
+        blocks=blocks,
+        policy=policy,
+        reuse=reuse,
+        chunked=chunked,
+        window=window,
+        host_slots=host_slots if reuse and window is None else 0,
+    )
+    harness = Harness(scheduler, depth)
+    submitted: dict[int, tuple[list[int], int, bool]] = {}
+    cancelled = set()
+    for event in story:
+        if event[0] == "add":
+            submitted[len(submitted)] = event[1:]
+            add(harness, len(submitted) - 1, *event[1:])
+        elif event[0] == "cancel":
+            if event[1] in submitted and event[1] not in harness.reasons:
+                cancelled.add(event[1])
+                scheduler.cancel(event[1])
+        else:
+            for _ in range(event[1]):
+                harness.step()
+    harness.run_dry()
+    assert set(harness.reasons) == set(submitted)
+    for request_id, request in submitted.items():
+        answer, reason = expected(*request)
+        sent = harness.answers[request_id]
+        if request_id in cancelled:
+            # all that was sampled is sent, although its last tokens might have been revised
+            assert harness.reasons[request_id] == "cancelled"
+            assert sent[:-3] == answer[: max(0, len(sent) - 3)]
+        else:
+            assert sent == answer
+            assert harness.reasons[request_id] == reason
+    stats = scheduler.stats()
+    assert stats.free_blocks == blocks
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_appended_tokens_cost_no_step(depth):
+    class Counting(Harness):
+        appended = 0
+
+    harness = Counting(make_scheduler(), depth)
+
+    class Appending(Revising):
+        def revise(self, tokens, fixed):
+            harness.appended += 3
+            return Revision([*tokens, 11, 12, 13], len(tokens))
+
+    sampling = SamplingParams(max_tokens=24)
+    harness.scheduler.add(GenerateRequest(1, [1, 2, 0], sampling), Appending())
+    harness.run_dry()
+    assert (len(harness.answers[1]), harness.appended) == (24, 18)
+    assert harness.device.steps == 6
+    assert harness.scheduler.stats().output_tokens == 24
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 0], [2], [3, 3, 1, 0, 2], [0] * 9])
+def test_blocks_of_revised_outputs_are_reused_with_their_final_tokens(prompt):
+    harness = Harness(make_scheduler(blocks=40), depth=2)
+    add(harness, 1, prompt, 20, revised=True)
+    harness.run_dry()
+    longer = prompt + harness.answers[1]
+    add(harness, 2, longer, 5, revised=False)
+    harness.run_dry()  # the fake device checks that each cached slot has the right tokens
+    assert harness.answers[2] == expected_answer(longer, 5)
+    # tokens that were appended at the end are not computed
+    assert harness.scheduler.stats().cached_prompt_tokens >= (len(longer) - 12) // 4 * 4
+
+
+def test_tokens_are_sent_once_they_cannot_be_revised():
+    harness = Harness(make_scheduler(), depth=1)
+    add(harness, 1, [1, 2, 0], 30, revised=True)
+    answer, _ = expected_revised_answer([1, 2, 0], 30)
+    while 1 not in harness.reasons:
+        harness.step()
+        sent = harness.answers.get(1, [])
+        assert sent == answer[: len(sent)]
+    assert harness.answers[1] == answer
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"log_probs": True},
+        {"top_log_probs": 2},
+        {"generation_logits": True},
+        {"no_repeat_ngram": 2},
+        {"bad_words": ((7, 8),)},
+        {"logit_bias": ((3, -1.0),)},
+    ],
+)
+def test_outputs_are_not_revised_where_single_tokens_matter(more):
+    harness = Harness(make_scheduler(), depth=1)
+    sampling = SamplingParams(max_tokens=20, end_ids=(END,), **more)
+    harness.scheduler.add(GenerateRequest(1, [1, 2, 0], sampling), Revising())
+    harness.run_dry()
+    # the constraint ends an output at a token that the plain answer lacks
+    assert harness.answers[1] == expected_answer([1, 2, 0], 20)
