@@ -169,7 +169,6 @@ class Request:
     # requests with the same prompt that wait until this one has computed it
     dependents: list[Request] = field(default_factory=list)
     constraint: Constraint | None = None
-    reviser: Reviser | None = None  # the constraint, if it may revise the output
     sent: int = 0  # output tokens that were sent, if it has a reviser
     unwritten: int = 0  # last tokens that the host decided on and the runner does not know
     scored: int = 0  # prompt positions whose scores were sent; of beams, the leader's counts
@@ -178,11 +177,15 @@ class Request:
     sampling: SamplingParams = field(init=False)
     prompt_tokens: int = field(init=False)
     limit: int = field(init=False)  # maximum number of tokens, prompt included
+    # the constraint, if it may revise the output
+    reviser: Reviser | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.sampling = self.submitted.sampling
         self.prompt_tokens = len(self.submitted.prompt)
         self.limit = self.prompt_tokens + self.sampling.max_tokens
+        if isinstance(self.constraint, Reviser) and self.sampling.revisable:
+            self.reviser = self.constraint
 
     @property
     def known(self) -> int:

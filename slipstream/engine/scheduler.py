@@ -21,7 +21,7 @@ from slipstream.engine.capacity import Capacity
 from slipstream.engine.messages import EngineStats, StepOutputs
 from slipstream.engine.outputs import OutputBuffer
 from slipstream.engine.plan import StepPlan, StepResult, add_entry, remove_request
-from slipstream.engine.request import Constraint, FinishReason, GenerateRequest, Request, Reviser
+from slipstream.engine.request import Constraint, FinishReason, GenerateRequest, Request
 from slipstream.engine.results import ResultHandler
 from slipstream.engine.row_block_manager import RowBlockManager
 from slipstream.engine.settings import Policy
@@ -102,8 +102,6 @@ class Scheduler:
             queued.needs_host_result = True
         queued.needs_host_result |= constraint is not None  # masks depend on the text so far
         queued.needs_host_result |= bool(request.sampling.pooling)  # ends with the prompt
-        if isinstance(constraint, Reviser) and request.sampling.revisable:
-            queued.reviser = constraint
         if problem := self._manager.capacity_problem(queued):
             self.refuse(request.request_id, "error", problem)
             return
