@@ -15,7 +15,7 @@ from openai_server import MOST_WAITING, SETTINGS, sdk
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.kserve.access import Access, Restriction
-from slipstream.server.metrics.statistics import model_statistics
+from slipstream.server.metrics.statistics_api import model_statistics
 from slipstream.server.models.text_model import TextModel
 from slipstream.server.services import create_app, create_context
 

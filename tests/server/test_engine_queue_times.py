@@ -10,6 +10,7 @@ from typing import Any
 from slipstream.engine.messages import Timing
 from slipstream.server.kserve.inference import InferRequest, InferResponse
 from slipstream.server.metrics.statistics import ModelCounters
+from slipstream.server.metrics.statistics_api import counters_document
 
 
 async def measured_times(
@@ -24,7 +25,8 @@ async def measured_times(
         async for _ in recorded:
             pass
     times = {
-        name: entry["ns"] for name, entry in counters.document("m", "1")["inference_stats"].items()
+        name: entry["ns"]
+        for name, entry in counters_document(counters, "m", "1")["inference_stats"].items()
     }
     parts = [times[name] for name in ("queue", "compute_input", "compute_infer", "compute_output")]
     assert min(parts) >= 0

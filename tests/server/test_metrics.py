@@ -24,6 +24,7 @@ from slipstream.server.kserve.inference import (
 )
 from slipstream.server.metrics.prometheus_text import Family
 from slipstream.server.metrics.server_metrics import ModelCounters, ServerMetrics
+from slipstream.server.metrics.statistics_api import counters_document
 
 GOLDEN = Path(__file__).parents[1] / "conformance" / "golden"
 
@@ -336,7 +337,7 @@ async def test_batches_count_as_many_inferences_as_they_have_items():
     assert (counters.success.count, counters.inferences, counters.executions) == (2, 5, 2)
     sizes = [
         (entry["batch_size"], entry["compute_infer"]["count"])
-        for entry in counters.document("m", "1")["batch_stats"]
+        for entry in counters_document(counters, "m", "1")["batch_stats"]
     ]
     assert sizes == [(1, 1), (4, 1)]
 
@@ -367,7 +368,7 @@ async def test_durations_of_phases_add_up_to_the_request():
     async with aclosing(counters.record(request, phased())) as recorded:
         async for _ in recorded:
             pass
-    document = counters.document("m", "1")
+    document = counters_document(counters, "m", "1")
     spent = document["inference_stats"]
     parts = [
         spent[name]["ns"] for name in ("queue", "compute_input", "compute_infer", "compute_output")

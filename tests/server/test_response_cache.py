@@ -21,7 +21,7 @@ from slipstream.server.kserve.inference import (
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.metrics.optional_metrics import MetricsConfig
 from slipstream.server.metrics.server_metrics import ServerMetrics
-from slipstream.server.metrics.statistics import model_statistics
+from slipstream.server.metrics.statistics_api import model_statistics
 from slipstream.server.metrics.summaries import Summary
 from slipstream.server.models.response_cache import (
     ENTRY_BYTES,

@@ -41,6 +41,23 @@ class AdapterUse:
         return error.startswith(self.name)
 
 
+@dataclass(slots=True)
+class StageTimes:
+    """When a request reached the stages from text to tokens and back, by `time.monotonic_ns()`.
+
+    0: not reached. Rounds of speculative decoding repeat the stages: the first round sets those up
+    to `submitted_ns`, the last one the others.
+    """
+
+    encoded_ns: int = 0  # the prompt is tokenized
+    prepared_ns: int = 0  # the sampling parameters and words are tokens
+    submitted_ns: int = 0  # the engine process has the request
+    produced_ns: int = 0  # the engine has the last token
+    received_ns: int = 0  # the server has the last token
+    taken_ns: int = 0  # the request's reader has the last token
+    decoded_ns: int = 0  # the last text is complete
+
+
 @dataclass(frozen=True)
 class TextRequest:
     """A request whose prompt, stop words and bad words may still be text."""
@@ -67,6 +84,7 @@ class TextRequest:
     retention: Retention | None = None  # retention priority of the cache blocks it leaves
     # called with each request in flight, so that it can be cancelled from elsewhere
     submitted: Callable[[InFlight], None] | None = None
+    stages: StageTimes | None = None  # filled as the request passes the stages
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ queue: `max_tokens` bounds what waits for it. `deliver` is called on the reader'
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -32,6 +33,7 @@ class RequestOutput:
     timing: Timing | None = None  # with the last output, where requested
     beams: Sequence[Beam] | None = None  # with the last output of a beam search, best first
     lost: bool = False  # the error is the loss of the engine, not a fault of the request
+    received_ns: int = 0  # time.monotonic_ns() when the last output arrived; 0: not the last
 
     def merge(self, newer: RequestOutput) -> None:
         """Append a newer output of the same request."""
@@ -49,6 +51,7 @@ class RequestOutput:
         self.error = newer.error
         self.lost = newer.lost
         self.timing = newer.timing
+        self.received_ns = newer.received_ns
         self.beams = newer.beams
         if self.scores is None:
             self.scores = newer.scores
@@ -87,7 +90,9 @@ class InFlightRequest:
     def deliver(self, output: RequestOutput) -> None:
         if self._finished:
             return
-        self._finished = bool(output.finish_reason)
+        if output.finish_reason:
+            self._finished = True
+            output.received_ns = time.monotonic_ns()
         if self._unread is None:
             self._unread = output
         else:

@@ -20,7 +20,7 @@ from slipstream.server.kserve.repository_control import (
 )
 from slipstream.server.kserve.server_metadata import EXTENSIONS, TRITON_VERSION
 from slipstream.server.kserve.shared_memory import SharedMemory
-from slipstream.server.metrics.statistics import model_statistics
+from slipstream.server.metrics.statistics_api import model_statistics
 
 
 def _answer(name: str, /, **fields: Any) -> Any:

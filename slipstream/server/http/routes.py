@@ -37,7 +37,7 @@ from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry, ModelVersion, RequestTrace
 from slipstream.server.kserve.server_metadata import EXTENSIONS, TRITON_VERSION
 from slipstream.server.kserve.triton_json import write_error, write_value
-from slipstream.server.metrics.statistics import model_statistics
+from slipstream.server.metrics.statistics_api import model_statistics
 from slipstream.server.tracing.tracing import Finishing
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from slipstream.engine.messages import Timing
 from slipstream.repository.config import ModelConfig, TensorConfig
 from slipstream.repository.describe import config_document
-from slipstream.server.engine_link.engine import TextOutput, TextRequest
+from slipstream.server.engine_link.engine import StageTimes, TextOutput, TextRequest
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.tensors import Tensor
 
@@ -79,6 +79,10 @@ class RequestTimes:
     cache_hit_ns: int = 0  # duration of a lookup that found the response in the response cache
     cache_miss_ns: int = 0  # duration of a lookup without success and of the insertion
     trace: RequestTrace | None = None  # None: the request is not traced
+    stages: StageTimes | None = None  # set by models that generate text
+    ensemble: RequestTimes | None = None  # the request that this one is a step of
+    # durations of the steps of an ensemble: compute_input, compute_infer and compute_output
+    step_durations: tuple[int, ...] = ()
     # times of the batch items that the request was split into
     branches: list[RequestTimes] = field(default_factory=list)
     _on_execute: Callable[[], None] | None = None
@@ -119,6 +123,13 @@ class RequestTimes:
 
     def end_infer(self) -> None:
         self.infer_ended_ns = time.monotonic_ns()
+
+    def add_to_ensemble(self, spent: Sequence[int]) -> None:
+        """Add the durations of a step to its ensemble: queue, compute_input, infer and output."""
+        if self.ensemble is not None:
+            before = self.ensemble.step_durations or (0, 0, 0)
+            added = zip(before, spent[1:], strict=True)
+            self.ensemble.step_durations = tuple(map(sum, added))
 
     def execute(self) -> None:
         """Note that the request no longer waits in the queue."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 from slipstream.server.kserve.errors import Code, InferenceError, error_type
 from slipstream.server.kserve.inference import (
     InferRequest,
     InferResponse,
-    ModelRegistry,
     RequestTimes,
     RequestTrace,
     ResponseStream,
@@ -28,10 +28,23 @@ from slipstream.server.kserve.inference import (
 )
 from slipstream.server.log.formats import set_error_context
 from slipstream.server.metrics.summaries import Summaries
+from slipstream.server.metrics.trace_stamps import begin_trace, end_trace, trace_steps
 
 FAILURE_REASONS = ("OTHER", "BACKEND", "CANCELED", "REJECTED")
 PHASES = ("compute_input", "compute_infer", "compute_output")
 
+# The stages that end the phases of the steps, in the order in which a request reaches them. The
+# last phase, the output of the detokenizer, ends with the request.
+_STAGES = (
+    "input_ended_ns",
+    "encoded_ns",
+    "prepared_ns",
+    "submitted_ns",
+    "produced_ns",
+    "received_ns",
+    "taken_ns",
+    "decoded_ns",
+)
 # upper bounds in seconds
 FIRST_TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 BETWEEN_TOKENS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -96,6 +109,71 @@ class TokenLatencies:
             self.output_tokens.observe(part.output_tokens)
 
 
+class Spent(NamedTuple):
+    """The durations of the phases of one request, in nanoseconds.
+
+    An ensemble of built-in models runs as one. The phases of its steps are cut at the times that
+    its request reached each stage, without a gap: they add up to those of the ensemble.
+    """
+
+    queue: int
+    compute_input: int
+    compute_infer: int
+    compute_output: int
+
+    @staticmethod
+    def between(began: int, ended: int, times: RequestTimes) -> Spent:
+        """Return the phases of a request. A phase without a time is empty; the rest is computing.
+
+        A request waits in its model's queue before it begins, or in the engine's queue after its
+        inputs are ready.
+        """
+        queue_end = times.queue_ended_ns or began
+        input_end = max(_latest(times, "input_ended_ns"), queue_end)
+        infer_end = _latest(times, "infer_ended_ns") or ended
+        inferring = max(infer_end - input_end, 0)
+        waited = min(_engine_queue(times), inferring)
+        return Spent(
+            queue_end - began + waited, input_end - queue_end, inferring - waited, ended - infer_end
+        )
+
+    @staticmethod
+    def total_of(steps: Iterable[Spent]) -> Spent:
+        """Return what an ensemble spent: the sum of its steps, phase by phase."""
+        return Spent(*map(sum, zip(*steps, strict=True)))
+
+
+def spent_by_steps(began: int, ended: int, times: RequestTimes) -> Mapping[str, Spent]:
+    """Return what the steps of a text pipeline spent, by the phase of the request that they are.
+
+    The tokenizer is the request's input, the engine its computation, the detokenizer its output.
+    Time after the last stage that was reached counts for the phase which that stage began.
+    """
+    cuts = [ended]
+    for stage in reversed(_STAGES):
+        reached = _latest(times, stage) or cuts[-1]
+        cuts.append(min(max(reached, began), cuts[-1]))
+    lengths = [after - before for before, after in pairwise([began, *reversed(cuts)])]
+    waited = min(_engine_queue(times), lengths[4])
+    return {
+        "compute_input": Spent(0, *lengths[:3]),
+        "compute_infer": Spent(waited, lengths[3], lengths[4] - waited, lengths[5]),
+        "compute_output": Spent(0, *lengths[6:]),
+    }
+
+
+def _engine_queue(times: RequestTimes) -> int:
+    return max(part.engine_queue_ns for part in (times, *times.branches))
+
+
+def _latest(times: RequestTimes, stage: str) -> int:
+    """Return when a request, or the last of its batch items, reached a stage. 0: it did not."""
+    reached = 0
+    for part in (times, *times.branches):
+        reached = max(reached, getattr(part, stage, 0), getattr(part.stages, stage, 0))
+    return reached
+
+
 @dataclass(slots=True)
 class Duration:
     count: int = 0
@@ -104,34 +182,6 @@ class Duration:
     def add(self, ns: int) -> None:
         self.count += 1
         self.ns += ns
-
-    def document(self) -> dict[str, int]:
-        return {"count": self.count, "ns": self.ns}
-
-
-class _Spent(NamedTuple):
-    """The durations of the phases of one request, in nanoseconds."""
-
-    queue: int
-    compute_input: int
-    compute_infer: int
-    compute_output: int
-
-    @staticmethod
-    def between(began: int, ended: int, times: RequestTimes) -> _Spent:
-        """Return the phases of a request. A phase without a time is empty; the rest is computing.
-
-        A request waits in its model's queue before it begins, or in the engine's queue after its
-        inputs are ready.
-        """
-        queue_end = times.queue_ended_ns or began
-        input_end = max(times.input_ended_ns, queue_end)
-        infer_end = times.infer_ended_ns or ended
-        inferring = max(infer_end - input_end, 0)
-        waited = min(max(part.engine_queue_ns for part in (times, *times.branches)), inferring)
-        return _Spent(
-            queue_end - began + waited, input_end - queue_end, inferring - waited, ended - infer_end
-        )
 
 
 @dataclass(slots=True)
@@ -143,14 +193,11 @@ class Phases:
     compute_infer: int = 0
     compute_output: int = 0
 
-    def add(self, spent: _Spent) -> None:
+    def add(self, spent: Spent) -> None:
         self.count += 1
         self.compute_input += spent.compute_input
         self.compute_infer += spent.compute_infer
         self.compute_output += spent.compute_output
-
-    def documents(self) -> dict[str, dict[str, int]]:
-        return {phase: {"count": self.count, "ns": getattr(self, phase)} for phase in PHASES}
 
 
 @dataclass
@@ -185,25 +232,25 @@ class ModelCounters:
         """Return the answers to one request, with a counter around them."""
         return CountedResponses(self, request, responses, batch_size, composing_models or {})
 
-    def succeed(self, spent: _Spent, batch_size: int) -> None:
-        self._answered(spent)
+    def succeed(self, spent: Spent, total: int, batch_size: int) -> None:
+        """Count a request that took `total` nanoseconds."""
+        self._answered(spent, total)
         self.phases.add(spent)
         if self.summaries is not None:
             self.summaries.compute(spent.compute_input, spent.compute_infer, spent.compute_output)
         self.inferences += batch_size
         self._execute(spent, batch_size)
 
-    def _answered(self, spent: _Spent) -> None:
-        total = sum(spent)
+    def _answered(self, spent: Spent, total: int) -> None:
         self.success.add(total)
         self.queue.add(spent.queue)
         self.last_inference_ms = time.time_ns() // 1_000_000
         if self.summaries is not None:
             self.summaries.request(None if self.cached else total, spent.queue)
 
-    def succeed_from_cache(self, spent: _Spent, ns: int) -> None:
+    def succeed_from_cache(self, spent: Spent, total: int, ns: int) -> None:
         """Count a request that the model did not run: no inference and no execution."""
-        self._answered(spent)
+        self._answered(spent, total)
         self.cache_hit.add(ns)
         if self.summaries is not None:
             self.summaries.cache_hit.observe(ns // 1000)
@@ -213,42 +260,19 @@ class ModelCounters:
         if self.summaries is not None:
             self.summaries.cache_miss.observe(ns // 1000)
 
-    def failed(self, reason: str, spent: _Spent, batch_size: int) -> None:
+    def failed(self, reason: str, spent: Spent, total: int, batch_size: int) -> None:
         if self.ensemble and reason == "BACKEND":
             reason = "OTHER"  # an ensemble has no backend
         self.failures[reason] += 1
-        self.fail.add(sum(spent))
+        self.fail.add(total)
         if not self.ensemble and reason != "REJECTED":
             self._execute(spent, batch_size)
 
-    def _execute(self, spent: _Spent, batch_size: int) -> None:
+    def _execute(self, spent: Spent, batch_size: int) -> None:
         self.executions += 1
         if batch_size not in self.batches:
             self.batches[batch_size] = Phases()
         self.batches[batch_size].add(spent)
-
-    def document(self, name: str, version: str) -> dict[str, Any]:
-        """Return Triton's JSON for one version of a model, in its order."""
-        asked = _documents({"success": self.success, "fail": self.fail, "queue": self.queue})
-        cached = _documents({"cache_hit": self.cache_hit, "cache_miss": self.cache_miss})
-        return {
-            "name": name,
-            "version": version,
-            "last_inference": self.last_inference_ms,
-            "inference_count": self.inferences,
-            "execution_count": self.executions,
-            "inference_stats": {**asked, **self.phases.documents(), **cached},
-            "response_stats": {},
-            "batch_stats": [
-                {"batch_size": size, **phases.documents()}
-                for size, phases in sorted(self.batches.items())
-            ],
-            "memory_usage": [],
-        }
-
-
-def _documents(durations: dict[str, Duration]) -> dict[str, dict[str, int]]:
-    return {name: duration.document() for name, duration in durations.items()}
 
 
 class ComposingModel(NamedTuple):
@@ -299,7 +323,7 @@ class CountedResponses:
         self._began = time.monotonic_ns()
         self._waiting = True
         if self._times.trace is not None:
-            self._begin_trace(self._times.trace, request)
+            begin_trace(self._times.trace, request, self._began)
         self._failure: str | None = None
         self._complete = False  # the last answer was read
         self._ended = False
@@ -341,48 +365,6 @@ class CountedResponses:
             self._counters.pending -= 1
             self._waiting = False
 
-    def _begin_trace(self, trace: RequestTrace, request: InferRequest) -> None:
-        trace.model(request.model_name, request.model_version, request.id)
-        trace.stamp("REQUEST_START", self._began)
-        trace.stamp("QUEUE_START", self._began)
-        trace.tensors("TENSOR_QUEUE_INPUT", request.inputs.values())
-
-    def _end_trace(self, trace: RequestTrace, spent: _Spent, ended: int) -> None:
-        computing = self._began + spent.queue
-        if self._counters.ensemble:  # an ensemble computes nothing itself
-            self._trace_parts(trace, spent)
-        else:
-            trace.stamp("COMPUTE_START", computing)
-            trace.stamp("COMPUTE_INPUT_END", computing + spent.compute_input)
-            trace.stamp("COMPUTE_OUTPUT_START", ended - spent.compute_output)
-            trace.stamp("COMPUTE_END", ended)
-        trace.stamp("REQUEST_END", ended)
-        if generated := self._times.generated:
-            firsts = [part.first_token_ns for part in generated if part.first_token_ns]
-            prompt_tokens = sum(part.prompt_tokens for part in generated)
-            output_tokens = sum(part.output_tokens for part in generated)
-            trace.generated(prompt_tokens, output_tokens, min(firsts, default=0))
-        if not self._complete and self._failure is None:
-            trace.fail(Code.CANCELLED.name)
-
-    def _trace_parts(self, trace: RequestTrace, spent: _Spent) -> None:
-        began = self._began
-        reached = (began, self._times.input_ended_ns, self._times.infer_ended_ns)
-        for phase, came in zip(PHASES, reached, strict=True):
-            computing = began + (spent.queue if phase == "compute_infer" else 0)
-            ended = computing + getattr(spent, phase)
-            composing = self._composing_models[phase]() if phase in self._composing_models else None
-            if composing is not None and composing.version and came:
-                child = trace.child()
-                child.model(composing.name, composing.version, self._model_and_id[1])
-                for name in ("REQUEST_START", "QUEUE_START"):
-                    child.stamp(name, began)
-                for name in ("COMPUTE_START", "COMPUTE_INPUT_END"):
-                    child.stamp(name, computing)
-                for name in ("COMPUTE_OUTPUT_START", "COMPUTE_END", "REQUEST_END"):
-                    child.stamp(name, ended)
-            began = ended
-
     def _answer(self, response: InferResponse) -> None:
         if self._times.trace is not None:
             self._times.trace.tensors("TENSOR_BACKEND_OUTPUT", response.outputs)
@@ -405,33 +387,57 @@ class CountedResponses:
         if self._waiting:
             self._begin_answering()
         ended = time.monotonic_ns()
-        spent = _Spent.between(self._began, ended, self._times)
+        total = ended - self._began
+        steps: Mapping[str, Spent] = {}
+        if self._composing_models:
+            steps = spent_by_steps(self._began, ended, self._times)
+        spent = self._own_spent(ended, steps)
         succeeded = self._complete and self._failure is None
         if self._times.cache_miss_ns:
             self._counters.miss_cache(self._times.cache_miss_ns)
         if succeeded and self._times.cache_hit_ns:
-            self._counters.succeed_from_cache(spent, self._times.cache_hit_ns)
+            self._counters.succeed_from_cache(spent, total, self._times.cache_hit_ns)
         elif succeeded:
-            self._counters.succeed(spent, self._batch_size)
+            self._counters.succeed(spent, total, self._batch_size)
         else:
-            self._counters.failed(self._failure or "CANCELED", spent, self._batch_size)
+            self._counters.failed(self._failure or "CANCELED", spent, total, self._batch_size)
         if succeeded and (self._times.prompt_tokens or self._times.branches):
-            self._counters.tokens.finish(self._times, (ended - self._began) / 1e9)
+            self._counters.tokens.finish(self._times, total / 1e9)
         if self._composing_models:
-            self._end_parts(spent, succeeded)
+            self._end_steps(steps, succeeded)
         if self._times.trace is not None:
-            self._end_trace(self._times.trace, spent, ended)
+            self._end_trace(self._times.trace, spent, steps, ended)
+        self._times.add_to_ensemble(spent)
         self._times.detach()
 
-    def _end_parts(self, spent: _Spent, succeeded: bool) -> None:
+    def _end_trace(
+        self, trace: RequestTrace, spent: Spent, steps: Mapping[str, Spent], ended: int
+    ) -> None:
+        ensemble = self._counters.ensemble  # it computes nothing itself
+        if ensemble and steps:
+            models = {phase: find() for phase, find in self._composing_models.items()}
+            trace_steps(trace, self._times, steps, models, self._model_and_id[1])
+        end_trace(trace, self._times, None if ensemble else spent, ended)
+        if not self._complete and self._failure is None:
+            trace.fail(Code.CANCELLED.name)
+
+    def _own_spent(self, ended: int, steps: Mapping[str, Spent]) -> Spent:
+        """Return what the request spent in this model. That of an ensemble is in its steps."""
+        if self._counters.ensemble and self._times.step_durations:
+            return Spent(0, *self._times.step_durations)
+        if self._counters.ensemble and len(steps) == len(PHASES) == len(self._composing_models):
+            return Spent.total_of(steps.values())
+        return Spent.between(self._began, ended, self._times)
+
+    def _end_steps(self, steps: Mapping[str, Spent], succeeded: bool) -> None:
+        """Count the request for the models whose work was done."""
         for phase, find in self._composing_models.items():
-            share = _Spent(
-                spent.queue if phase == "compute_infer" else 0, 0, getattr(spent, phase), 0
-            )
+            spent = steps[phase]
             if succeeded:
-                find().counters.succeed(share, self._batch_size)
+                find().counters.succeed(spent, sum(spent), self._batch_size)
             elif phase == "compute_infer" and self._times.input_ended_ns:
-                find().counters.failed(self._failure or "CANCELED", share, self._batch_size)
+                reason = self._failure or "CANCELED"
+                find().counters.failed(reason, spent, sum(spent), self._batch_size)
 
 
 def failure_reason(error: BaseException) -> str:
@@ -464,21 +470,3 @@ class CountedModel(WrappedModel):
         return CountedResponses(
             self.counters, request, self.inner.infer(request), items, self._composing_models or {}
         )
-
-
-def model_statistics(
-    registry: ModelRegistry, name: str = "", version: str = ""
-) -> list[dict[str, Any]]:
-    """Return the `model_stats` of one model, or of all. InferenceError: the model is unknown."""
-    found = [entry for entry in registry if not name or entry.name == name]
-    if name and not found:
-        raise InferenceError(f"requested model '{name}' is not available")
-    if version:
-        found = [entry for entry in found if entry.version == version]
-        if not found:
-            raise InferenceError(f"requested model version is not available for model '{name}'")
-    return [_counters_of(entry.model).document(entry.name, entry.version) for entry in found]
-
-
-def _counters_of(model: ServedModel) -> ModelCounters:
-    return model.counters if isinstance(model, CountedModel) else ModelCounters()

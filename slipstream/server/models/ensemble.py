@@ -116,7 +116,7 @@ def _step_request(
         sequence_id=request.sequence_id,
         sequence_start=request.sequence_start,
         sequence_end=request.sequence_end,
-        times=RequestTimes(trace=None if trace is None else trace.child()),
+        times=RequestTimes(trace=None if trace is None else trace.child(), ensemble=request.times),
     )
 
 

@@ -26,6 +26,7 @@ from slipstream.server.engine_link.engine import (
     AdapterUse,
     EngineUnavailable,
     InFlight,
+    StageTimes,
     TextOutput,
     TextRequest,
 )
@@ -281,9 +282,8 @@ class GeneratingModel(EngineBackedModel):
             begun = False
             answered = False
             with self.track(request) as submitted:
-                text_request = call.request
-                if submitted is not None:
-                    text_request = replace(text_request, submitted=submitted)
+                times.stages = StageTimes()
+                text_request = replace(call.request, submitted=submitted, stages=times.stages)
                 async with aclosing(call.generator.generate(text_request)) as outputs:
                     async for output in outputs:
                         begun = check_output(output, begun, text_request)

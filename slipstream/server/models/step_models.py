@@ -61,8 +61,11 @@ class PreprocessingModel(EngineBackedModel):
             fields = read_request_fields(request, PREPROCESSING_FIELDS)
             # the parameters of an ensemble's request may be for another of its steps
             check_prompt(fields, self._fields, {})
+            request.times.end_input()
             ids = await self._prompt(fields)
-            yield InferResponse(rename_and_filter(self._outputs(fields, ids), self._names))
+            outputs = self._outputs(fields, ids)
+            request.times.end_infer()
+            yield InferResponse(rename_and_filter(outputs, self._names))
         except (InferenceError, TokenizerError) as error:
             yield InferResponse(error=InferenceError(str(error)))
 
@@ -130,25 +133,17 @@ class PostprocessingModel(ServedModel):
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         try:
-            yield InferResponse(rename_and_filter(self._outputs(request), self._names))
+            rows = self._rows(request)
+            request.times.end_input()
+            texts = [self._decode(row) for row in rows]
+            request.times.end_infer()
+            yield InferResponse(rename_and_filter(_text_outputs(request, texts), self._names))
         except (InferenceError, TokenizerError) as error:
             yield InferResponse(error=InferenceError(str(error)))
 
-    def _outputs(self, request: InferRequest) -> list[Tensor]:
-        rows = self._rows(request)
-        texts = [
-            self.engine.generator.tokenizer.decode(
-                row, self.engine.model.skip_special_tokens
-            ).encode()
-            for row in rows
-        ]
-        outputs = [Tensor("OUTPUT", "BYTES", (len(texts),), list(texts))]
-        for name, shape in PASSED_THROUGH.items():
-            given = request.inputs.get(name)
-            if given is None:
-                given = Tensor.from_values(name, "FP32", shape, [0.0])
-            outputs.append(Tensor(f"OUT_{name}", "FP32", given.shape, given.data))
-        return outputs
+    def _decode(self, row: list[int]) -> bytes:
+        skip = self.engine.model.skip_special_tokens
+        return self.engine.generator.tokenizer.decode(row, skip).encode()
 
     def _rows(self, request: InferRequest) -> list[list[int]]:
         """The ids of each beam of each batch item, without padding."""
@@ -168,3 +163,13 @@ class PostprocessingModel(ServedModel):
                 f"SEQUENCE_LENGTH must hold {count} numbers from 0 to {width}, got {lengths[:8]}"
             )
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+def _text_outputs(request: InferRequest, texts: list[bytes]) -> list[Tensor]:
+    outputs = [Tensor("OUTPUT", "BYTES", (len(texts),), texts)]
+    for name, shape in PASSED_THROUGH.items():
+        given = request.inputs.get(name)
+        if given is None:
+            given = Tensor.from_values(name, "FP32", shape, [0.0])
+        outputs.append(Tensor(f"OUT_{name}", "FP32", given.shape, given.data))
+    return outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,6 +17,7 @@ from slipstream.server.engine_link.engine import (
     UNASSIGNED,
     Engine,
     InFlight,
+    StageTimes,
     TextOutput,
     TextRequest,
 )
@@ -53,6 +55,7 @@ class TextGenerator:
         Raises PromptError, TokenizerError or EngineUnavailable before anything runs.
         """
         prompt = await self._prompt(request)
+        encoded_ns = time.monotonic_ns()
         words = sum(map(len, (*request.bad_words, *request.stop_words)))
         sampling = await in_thread_if_long(words, self._sampling, request, len(prompt))
         self._check_logits(sampling, len(prompt), max(request.sequences, sampling.beam_width))
@@ -63,7 +66,12 @@ class TextGenerator:
             stop_words = await in_thread_if_long(
                 words, StopWords, request.stop_words, request.show_stop_word
             )
+        prepared_ns = time.monotonic_ns()
         sequences = self._submit(request, prompt, sampling, stop_words)
+        if request.stages is not None and not request.stages.submitted_ns:
+            request.stages.encoded_ns = encoded_ns
+            request.stages.prepared_ns = prepared_ns
+            request.stages.submitted_ns = time.monotonic_ns()
         try:
             if len(sequences) == 1:
                 async for output in sequences[0].in_flight:
@@ -251,6 +259,7 @@ class _Sequence:
         self.ended = False  # its last output was returned
         self._index = index
         self._request = request
+        self._stages = request.stages or StageTimes()
         self._prompt_tokens = len(engine_request.prompt)
         self._end_ids = engine_request.sampling.end_ids
         self._tokenizer = tokenizer
@@ -284,12 +293,15 @@ class _Sequence:
         stream = self._stream
         used = stream.tokens_used
         written = output.tokens
-        if output.finish_reason == "stop" and written and written[-1] in self._end_ids:
-            # an end token is never text, even where special tokens are shown
-            written = written[:-1]
+        if output.finish_reason:
+            self._note_last(output)
+            if output.finish_reason == "stop" and written and written[-1] in self._end_ids:
+                # an end token is never text, even where special tokens are shown
+                written = written[:-1]
         text = stream.push(written)
         if output.finish_reason:
             text += stream.finish()
+            self._stages.decoded_ns = time.monotonic_ns()
         text_output = TextOutput(
             tokens=output.tokens,
             log_probs=output.log_probs,
@@ -305,8 +317,15 @@ class _Sequence:
             sequence=self._index,
         )
         if stream.stopped:
+            self._stages.decoded_ns = time.monotonic_ns()
             _stop_after(text_output, max(stream.tokens_used - used, 0))
         return text_output
+
+    def _note_last(self, output: RequestOutput) -> None:
+        """Note when the last output reached each stage on its way here."""
+        self._stages.produced_ns = 0 if output.timing is None else output.timing.last_token_ns
+        self._stages.received_ns = output.received_ns
+        self._stages.taken_ns = time.monotonic_ns()
 
     def _add_beams(self, output: TextOutput, beams: Sequence[Beam]) -> None:
         """Add the beams of a search with their texts. The best one is the output's own text."""
