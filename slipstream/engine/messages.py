@@ -1,6 +1,6 @@
 """The messages between server and engine, as plain data. No torch here.
 
-Server to engine: `GenerateRequest`, `Cancel`, `Shutdown`. Engine to server: one `EngineInfo` when
+Server to engine: `GenerateRequest`, `Cancel`, `StatsPeriod`, `Shutdown`. Engine to server: one `EngineInfo` when
 the engine is ready, then one `StepOutputs` per step (parallel lists, not objects) and regular
 `EngineStats`.
 """
@@ -20,6 +20,13 @@ class Cancel:
 
     request_ids: list[int]
     reason: str = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class StatsPeriod:
+    """Send `EngineStats` at most this often while there is work; 0: after each step."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +166,7 @@ _TOTALS = (
 class EngineStats:
     """Counters since the start, and current gauges."""
 
+    timestamp_us: int = 0  # when they were taken, in microseconds since 1970
     running: int = 0
     waiting: int = 0
     paused: int = 0  # waiting requests that were preempted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -39,6 +40,7 @@ class Counters:
     ) -> EngineStats:
         running = [request for request in live if request.row >= 0]
         return EngineStats(
+            timestamp_us=time.time_ns() // 1000,
             running=len(running),
             waiting=len(live) - len(running),
             paused=sum(request.row < 0 <= request.epoch for request in live),

@@ -243,7 +243,7 @@ def test_slipstream_metrics_show_the_engine_stats():
     }
     assert {name: found[f"slipstream_{name}{place}"] for name in own} == own
     buckets = [
-        found[f'slipstream_queue_seconds_bucket{{le="{le}",model="tensorrt_llm",version="1"}}']
+        found[f'slipstream_queue_seconds_bucket{{model="tensorrt_llm",version="1",le="{le}"}}']
         for le in ("0.001", "60", "+Inf")
     ]
     assert buckets == [2, 2, 3]
@@ -326,8 +326,8 @@ async def test_token_histograms_count_each_token():
     labels = 'model="ensemble",response_metric_type="total_{}_tokens",version="1"'
     assert found[f"nv_llm_input_token_len_sum{{{labels.format('input')}}}"] == 40
     assert found[f"nv_llm_output_token_len_sum{{{labels.format('output')}}}"] == 3
-    assert found[f'nv_llm_input_token_len_bucket{{le="10",{labels.format("input")}}}'] == 0
-    assert found[f'nv_llm_input_token_len_bucket{{le="50",{labels.format("input")}}}'] == 1
+    assert found[f'nv_llm_input_token_len_bucket{{{labels.format("input")},le="10"}}'] == 0
+    assert found[f'nv_llm_input_token_len_bucket{{{labels.format("input")},le="50"}}'] == 1
 
 
 async def test_batches_count_as_many_inferences_as_they_have_items():

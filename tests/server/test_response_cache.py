@@ -188,7 +188,7 @@ async def test_summaries_are_exported_only_when_enabled(tmp_path: Path) -> None:
         assert f"nv_inference_{name}_summary_us_count{{{labels}}} 3" in rendered
         for quantile in ("0.5", "0.9", "0.95", "0.99", "0.999"):
             assert (
-                f'nv_inference_{name}_summary_us{{model="upper",quantile="{quantile}",version="1"}} '
+                f'nv_inference_{name}_summary_us{{model="upper",version="1",quantile="{quantile}"}} '
                 in rendered
             )
     assert "nv_cache_hit_summary_per_model" not in rendered

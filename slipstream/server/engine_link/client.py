@@ -19,17 +19,26 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
+from slipstream.engine.messages import (
+    Cancel,
+    EngineInfo,
+    EngineStats,
+    Shutdown,
+    StatsPeriod,
+    StepOutputs,
+)
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
 from slipstream.server.engine_link.engine import EngineUnavailable
 from slipstream.server.engine_link.link import EngineFailed, FromEngine
 from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
+from slipstream.server.engine_link.serve import STATS_SECONDS
+from slipstream.server.log.output import HANDLER
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +70,8 @@ class EngineClient:
         self.info: EngineInfo | None = None
         # why it does not serve; None while it serves or loads for the first time
         self.failure: str | None = None
+        self.on_stats: Callable[[], None] | None = None
+        self._verbose = False  # the process sends its statistics after each step
         self._process_stats = EngineStats()  # latest statistics of the current process
         self._past_stats = EngineStats()  # totals of the processes before it
         self._predecessor: EngineClient | None = None  # the engine that this one replaces
@@ -124,6 +135,7 @@ class EngineClient:
             raise EngineUnavailable(
                 f"the engine is not running: {self.failure or 'it is still loading'}"
             )
+        self._follow_log_level()
         in_flight = self._mailboxes.open(request, self._cancel)
         try:
             self._child.link.send(in_flight.request)
@@ -146,6 +158,7 @@ class EngineClient:
         self._child = EngineChild(self._command, self._engine_folder, self._settings, self._name)
         self._loading_seconds = 0.0
         self._lost = False
+        self._verbose = False
 
     async def start(self) -> None:
         """Return when the engine serves. EngineStartFailed says why it does not."""
@@ -208,10 +221,20 @@ class EngineClient:
             self._mailboxes.deliver(message)
         elif isinstance(message, EngineStats):
             self._process_stats = message
+            self._follow_log_level()
+            if self.on_stats is not None:
+                self.on_stats()
         elif isinstance(message, EngineInfo):
             self._on_serving(message)
         elif isinstance(message, EngineFailed):
             self._lose(message.reason)
+
+    def _follow_log_level(self) -> None:
+        """Ask for statistics after each step while verbose lines are logged."""
+        verbose = HANDLER.settings.verbose_level > 0
+        if verbose != self._verbose and self._child is not None:
+            self._verbose = verbose
+            self._child.link.send(StatsPeriod(0.0 if verbose else STATS_SECONDS))
 
     def _on_serving(self, info: EngineInfo) -> None:
         assert self._child is not None

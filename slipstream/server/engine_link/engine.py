@@ -123,6 +123,7 @@ class Engine(Protocol):
     """An engine as the server uses it: `EngineClient` or `InProcessEngine`."""
 
     info: EngineInfo | None  # None before it has started
+    on_stats: Callable[[], None] | None  # called when new `stats` have arrived
 
     @property
     def stats(self) -> EngineStats: ...

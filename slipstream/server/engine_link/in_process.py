@@ -23,6 +23,7 @@ class InProcessEngine:
     def __init__(self, loop: Loop) -> None:
         self.info: EngineInfo | None = loop.info
         self.stats = loop.stats()
+        self.on_stats: Callable[[], None] | None = None
         self.failure: str | None = None
         self._mailboxes = Mailboxes()
         self._link = _QueueLink(self)
@@ -107,6 +108,8 @@ class _QueueLink:
             self._engine.hand_over(message)
         elif isinstance(message, EngineStats):
             self._engine.stats = message
+            if self._engine.on_stats is not None:
+                self._engine.on_stats()
 
     def wait(self, seconds: float | None) -> bool:
         if not self._taken:

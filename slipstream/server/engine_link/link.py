@@ -20,7 +20,14 @@ from typing import Any
 import msgspec
 import zmq
 
-from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
+from slipstream.engine.messages import (
+    Cancel,
+    EngineInfo,
+    EngineStats,
+    Shutdown,
+    StatsPeriod,
+    StepOutputs,
+)
 from slipstream.engine.request import GenerateRequest
 
 EXIT_WITH_REASON = 70  # exit code of an engine process that has sent `EngineFailed`
@@ -44,10 +51,15 @@ class EngineFailed:
     reason: str
 
 
-ToEngine = GenerateRequest | Cancel | Shutdown
+ToEngine = GenerateRequest | Cancel | StatsPeriod | Shutdown
 FromEngine = EngineInfo | StepOutputs | EngineStats | EngineFailed
 
-_TO_ENGINE: dict[bytes, type] = {b"G": GenerateRequest, b"C": Cancel, b"Q": Shutdown}
+_TO_ENGINE: dict[bytes, type] = {
+    b"G": GenerateRequest,
+    b"C": Cancel,
+    b"P": StatsPeriod,
+    b"Q": Shutdown,
+}
 _FROM_ENGINE: dict[bytes, type] = {
     b"I": EngineInfo,
     b"O": StepOutputs,

@@ -9,7 +9,14 @@ import gc
 import time
 from typing import Protocol, cast
 
-from slipstream.engine.messages import EngineInfo, EngineStats, Shutdown, StepOutputs
+from slipstream.engine.messages import (
+    Cancel,
+    EngineInfo,
+    EngineStats,
+    Shutdown,
+    StatsPeriod,
+    StepOutputs,
+)
 from slipstream.engine.request import FinishReason, GenerateRequest
 from slipstream.server.engine_link.link import FromEngine, ToEngine
 
@@ -40,6 +47,7 @@ class LoopLink(Protocol):
 
 def serve(loop: Loop, link: LoopLink) -> None:
     """Run until a Shutdown message: apply the waiting messages, run a step, send its outputs."""
+    stats_seconds = STATS_SECONDS
     next_stats = next_check = 0.0
     while True:
         if not loop.has_work():
@@ -47,19 +55,23 @@ def serve(loop: Loop, link: LoopLink) -> None:
         for message in link.receive_waiting():
             if isinstance(message, Shutdown):
                 return
-            _apply(loop, message)
+            if isinstance(message, StatsPeriod):
+                stats_seconds = message.seconds
+                next_stats = 0.0
+            else:
+                _apply(loop, message)
         outputs = loop.step()
         if outputs is not None:
             link.send(outputs)
         if time.monotonic() >= next_stats:
             link.send(loop.stats())
-            next_stats = time.monotonic() + STATS_SECONDS
+            next_stats = time.monotonic() + stats_seconds
 
 
-def _apply(loop: Loop, message: ToEngine) -> None:
+def _apply(loop: Loop, message: GenerateRequest | Cancel) -> None:
     if isinstance(message, GenerateRequest):
         loop.submit(message)
-    elif not isinstance(message, Shutdown):
+    else:
         loop.cancel(message.request_ids, cast(FinishReason, message.reason))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from slipstream.engine.messages import QUEUE_SECONDS_BOUNDS, EngineInfo, EngineStats
@@ -27,15 +26,17 @@ def engine_families(engines: Engines, v1_batching_models: Collection[str] = ()) 
     }
     if not loaded:
         return
-    for name, text, label, read in _UPSTREAM:
-        samples: list[tuple[Mapping[str, str], float]] = []
-        for key, (info, stats) in loaded.items():
-            if name == (_INFLIGHT if key[0] in v1_batching_models else _V1):
-                continue
-            samples += [
-                (_labels(key) | {label: category}, value)
-                for category, value in read(info, stats).items()
-            ]
+    gauges = {
+        key: read_gauges(info, stats, key[0] in v1_batching_models)
+        for key, (info, stats) in loaded.items()
+    }
+    for name, text, label, _ in _UPSTREAM:
+        samples = [
+            (_labels(key) | {label: category}, value)
+            for key, found in gauges.items()
+            for (of, category), value in found.items()
+            if of == label
+        ]
         if samples:
             yield Family(name, "gauge", text, samples)
     load = [(_labels(key), info.load_seconds) for key, (info, _) in loaded.items()]
@@ -59,6 +60,19 @@ def engine_families(engines: Engines, v1_batching_models: Collection[str] = ()) 
         "From the arrival of a request in the engine to its first step",
         histograms=queue,
     )
+
+
+def read_gauges(
+    info: EngineInfo, stats: EngineStats, v1_batching: bool
+) -> dict[tuple[str, str], float]:
+    """Return the values of TensorRT-LLM's gauges, by label and category."""
+    left_out = _INFLIGHT if v1_batching else _V1
+    return {
+        (label, category): value
+        for name, _, label, read in _UPSTREAM
+        if name != left_out
+        for category, value in read(info, stats).items()
+    }
 
 
 def _labels(key: tuple[str, str]) -> dict[str, str]:
@@ -123,7 +137,7 @@ def _disaggregated_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, fl
 
 
 def _general_metrics(info: EngineInfo, stats: EngineStats) -> dict[str, float]:
-    return {"timestamp": int(time.time()), "iteration_counter": stats.steps}
+    return {"timestamp": stats.timestamp_us, "iteration_counter": stats.steps}
 
 
 _INFLIGHT = "nv_trt_llm_inflight_batcher_metrics"

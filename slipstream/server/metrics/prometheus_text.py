@@ -40,7 +40,7 @@ def _histogram_lines(name: str, labels: Labels, histogram: Histogram) -> Iterato
     for bound, count in zip([*histogram.bounds, None], histogram.counts, strict=True):
         below += count
         le = "+Inf" if bound is None else f"{bound:g}"
-        yield _line(f"{name}_bucket", {**labels, "le": le}, below)
+        yield _text_line(f"{name}_bucket", labels, str(below), ("le", le))
 
 
 def _summary_lines(
@@ -50,15 +50,19 @@ def _summary_lines(
     yield _line(f"{name}_sum", labels, summary.sum)
     for quantile, value in zip(quantiles, summary.quantiles(quantiles), strict=True):
         shown = "Nan" if value != value else f"{value:g}"  # the spelling of Triton's library
-        yield _text_line(name, {**labels, "quantile": f"{quantile:g}"}, shown)
+        yield _text_line(name, labels, shown, ("quantile", f"{quantile:g}"))
 
 
 def _line(name: str, labels: Labels, value: float) -> str:
-    return _text_line(name, labels, str(value))
+    # As Triton's library, write whole numbers without a fraction: scripts read them as integers.
+    whole = isinstance(value, float) and value.is_integer()
+    return _text_line(name, labels, str(int(value) if whole else value))
 
 
-def _text_line(name: str, labels: Labels, value: str) -> str:
-    written = ",".join(f'{key}="{_escape(labels[key])}"' for key in sorted(labels))
+def _text_line(name: str, labels: Labels, value: str, *last: tuple[str, str]) -> str:
+    """Return the line of one sample. Labels are sorted, except those in `last`."""
+    pairs = (*sorted(labels.items()), *last)
+    written = ",".join(f'{key}="{_escape(text)}"' for key, text in pairs)
     return f"{name}{{{written}}} {value}" if written else f"{name} {value}"
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from slipstream.server.engine_link.engine import Engine
 from slipstream.server.metrics.engine_metrics import engine_families
+from slipstream.server.metrics.iteration_log import log_iteration
 from slipstream.server.metrics.machine import Machine
 from slipstream.server.metrics.optional_metrics import (
     MetricsConfig,
@@ -164,6 +165,7 @@ class ServerMetrics:
     def watch_engine(self, name: str, engine: Engine, version: str = "1") -> None:
         """Add the metrics of an engine. `name`: its model in the repository."""
         self._engines[name, version] = engine
+        engine.on_stats = lambda: log_iteration(name, engine, name in self._v1_batching_models)
 
     def forget(self, name: str) -> None:
         """Remove the metrics of an unloaded model. Like Triton's, they restart at zero."""
