@@ -137,6 +137,7 @@ class ServerMetrics:
         self._config = config
         self._models = CounterTable()
         self._engines: dict[tuple[str, str], Engine] = {}
+        self._engine_of: dict[tuple[str, str], str] = {}  # model and version → its engine's model
         self._v1_batching_models: set[str] = set()  # models that ask for TensorRT-LLM's V1 batching
         self._machine = machine or Machine()
         self._sources: list[Callable[[], Iterable[Family]]] = []
@@ -158,6 +159,8 @@ class ServerMetrics:
         }
         counters = self.model(entry.name, entry.version)
         counters.cached = entry.model.cached
+        engine = entry.model.composing_models.get("compute_infer", "")
+        self._engine_of[entry.name, entry.version] = engine
         if entry.model.config.parameter("gpt_model_type") in ("V1", "v1"):
             self._v1_batching_models.add(entry.name)
         return CountedModel(entry.model, counters, composing_models)
@@ -168,8 +171,14 @@ class ServerMetrics:
         engine.on_stats = lambda: log_iteration(name, engine, name in self._v1_batching_models)
 
     def forget(self, name: str) -> None:
-        """Remove the metrics of an unloaded model. Like Triton's, they restart at zero."""
-        self._models.remove(name)
+        """Remove the metrics of an unloaded model. Like Triton's, they restart at zero.
+
+        Those of its engine keep what they counted for it.
+        """
+        for key in [key for key in self._models if key[0] == name]:
+            counters = self._models.pop(key)
+            engine = self._models.find_latest(self._engine_of.pop(key, ""))
+            engine.counters.tokens.absorb(counters.tokens)
         self._engines = {key: found for key, found in self._engines.items() if key[0] != name}
         self._v1_batching_models.discard(name)
 
@@ -231,18 +240,40 @@ class ServerMetrics:
         yield from cache_families(self._models)
         yield from summary_families(self._models, self._config)
         yield from self._histogram_families()
+        yield from self._info_families()
 
     def _histogram_families(self) -> Iterator[Family]:
         """Return the histograms that have observations in some model."""
         for name, text, label, read in _HISTOGRAMS:
             if name.startswith("nv_inference_") and not self._config.histogram_latencies:
                 continue
-            found = [
-                (labels(key) | label, read(counters)) for key, counters in self._models.items()
+            filled = [
+                (labels(key) | label, histogram)
+                for key, histogram in self._with_engines(read).items()
+                if histogram.count
             ]
-            filled = [(labels, histogram) for labels, histogram in found if histogram.count]
             if filled:
                 yield Family(name, "histogram", text, histograms=filled)
+
+    def _with_engines(
+        self, read: Callable[[ModelCounters], Histogram]
+    ) -> dict[tuple[str, str], Histogram]:
+        """Return the histogram of each model. An engine's has the requests of all its models."""
+        found = {key: read(counters) for key, counters in self._models.items()}
+        for key, engine in self._engine_of.items():
+            latest = engine, self._models.find_latest(engine).version
+            if latest in found and key in found:
+                found[latest] = found[latest].plus(read(self._models[key]))
+        return found
+
+    def _info_families(self) -> Iterator[Family]:
+        """Return which engine each model uses, to find the series of its engine."""
+        engines = {key: self._engine_of.get(key, "") for key in self._models}
+        engines |= {key: key[0] for key in self._engines if key in engines}
+        samples = [(labels(key) | {"engine": name}, 1) for key, name in engines.items() if name]
+        if samples:
+            text = "Always 1. The engine model that a model generates with"
+            yield Family("slipstream_model_info", "gauge", text, samples)
 
 
 def _span_families(counters: SpanCounters) -> Iterator[Family]:

@@ -70,6 +70,13 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
+    def plus(self, other: Histogram) -> Histogram:
+        """Return a histogram of the observations of both."""
+        both = Histogram(self.bounds)
+        both.counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
+        both.sum = self.sum + other.sum
+        return both
+
 
 class TokenLatencies:
     """The histograms of one model. Those of tokens stay empty if the model counts no tokens."""
@@ -81,6 +88,11 @@ class TokenLatencies:
         self.input_tokens = Histogram(TOKEN_COUNT_BOUNDS)
         self.output_tokens = Histogram(TOKEN_COUNT_BOUNDS)
         self.first_response_ms = Histogram(FIRST_RESPONSE_BOUNDS)
+
+    def absorb(self, other: TokenLatencies) -> None:
+        """Add the observations of another model."""
+        for name, histogram in vars(other).items():
+            setattr(self, name, getattr(self, name).plus(histogram))
 
     def arrive(self, times: RequestTimes, count: int) -> None:
         """Record that `count` tokens of a request arrived now."""
@@ -296,11 +308,6 @@ class CounterTable(dict[tuple[str, str], ModelCounters]):
             return ComposingModel(name, "", ModelCounters())
         latest = max(versions, key=int)
         return ComposingModel(name, latest, self[name, latest])
-
-    def remove(self, name: str) -> None:
-        """Remove all versions of a model."""
-        for key in [key for key in self if key[0] == name]:
-            del self[key]
 
 
 class CountedResponses:
