@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
+import tritonclient.grpc.aio as triton
 from safetensors.torch import load_file, save_file
 from tiny_hf_folder import greedy_text, save_model
+from tritonclient.utils import np_to_triton_dtype
 from tutorial import HERE, Tutorial, answer_of, blocks_of, long_port_flags
 
 WORKSPACE = "tensorrtllm_backend"
@@ -207,7 +211,45 @@ def test_relative_paths_and_streams(tutorial: Tutorial, llama: Path) -> None:
     streamed = tutorial.run(
         f"python3 {client} -u localhost:{tutorial.ports[8001]} -S -o 30 -p 'What is ML?'"
     )
-    assert streamed == greedy_text(llama, "What is ML?", 30, special=True, dtype="bfloat16") + "\n"
+    expected = greedy_text(llama, "What is ML?", 30, special=True, dtype="bfloat16")
+    assert streamed == expected + "\n"
+    # The service sends 1.0. A high temperature would show that the answer is sampled.
+    for temperature in (1.0, 1.0, 30.0):
+        pieces = asyncio.run(ask_as_service(tutorial, "What is ML?", 30, temperature))
+        assert "".join(pieces) == expected
+        assert len(pieces) > 1
+
+
+async def ask_as_service(
+    tutorial: Tutorial, prompt: str, tokens: int, temperature: float
+) -> list[str]:
+    """Return the pieces of an answer, requested as the tutorial's BentoML service does."""
+    values = {
+        "text_input": numpy.array([[prompt.encode()]], dtype=object),
+        "max_tokens": numpy.array([[tokens]], dtype=numpy.int32),
+        "stream": numpy.array([[True]]),
+        "temperature": numpy.array([[temperature]], dtype=numpy.float32),
+    }
+    inputs = []
+    for name, array in values.items():
+        tensor = triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        yield {
+            "model_name": "ensemble",
+            "inputs": inputs,
+            "outputs": [triton.InferRequestedOutput("text_output")],
+            "request_id": "7",
+        }
+
+    pieces = []
+    async with triton.InferenceServerClient(f"localhost:{tutorial.ports[8001]}") as client:
+        async for result, error in client.stream_infer(requests()):
+            assert error is None
+            pieces.append(result.as_numpy("text_output").reshape(-1)[0].decode())
+    return pieces
 
 
 def begin_old_build(folder: Path, llama: Path, gpt: Path) -> Tutorial:

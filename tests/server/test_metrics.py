@@ -429,6 +429,25 @@ async def test_work_done_for_other_models_counts_for_them():
     assert found['nv_inference_request_failure{model="pre",reason="BACKEND",version="1"}'] == 0
 
 
+async def test_an_engine_has_the_tokens_of_the_models_that_use_it():
+    metrics = ServerMetrics()
+    config = SimpleNamespace(max_batch_size=0, ensemble_steps=("pre", "engine"), parameter={}.get)
+    metrics.count(ModelVersion("chain", "1", ComposedModel(config)))
+    metrics.model("engine").tokens.first_token_s.observe(0.5)
+    metrics.model("chain").tokens.first_token_s.observe(0.25)
+
+    def counted(model):
+        found = samples(metrics.render())
+        name = "slipstream_time_to_first_token_seconds"
+        place = f'{{model="{model}",version="1"}}'
+        return found.get(f"{name}_count{place}"), found.get(f"{name}_sum{place}")
+
+    assert (counted("engine"), counted("chain")) == ((2, 0.75), (1, 0.25))
+    assert 'slipstream_model_info{engine="engine",model="chain",version="1"} 1' in metrics.render()
+    metrics.forget("chain")
+    assert (counted("engine"), counted("chain")) == ((2, 0.75), (None, None))
+
+
 def test_metrics_of_an_unloaded_model_are_removed():
     metrics = ServerMetrics()
     metrics.model("stays").success.add(1)

@@ -301,6 +301,51 @@ async def test_every_metric_of_the_dashboard_exists_after_traffic(stack):
     assert names - known == set()
 
 
+def selected(selector, variables, exposition):
+    """Return the samples that a selector of the dashboard finds with these variables."""
+    name, _, matchers = selector.partition("{")
+    found = [labels for sample, labels in exposition if sample == name]
+    for label, operator, value in re.findall(r'(\w+)(=~|!=|=)"([^"]*)"', matchers):
+        wanted = variables.get(value, value)
+        found = [labels for labels in found if (labels.get(label) == wanted) != (operator == "!=")]
+    return found
+
+
+async def test_the_dashboards_filter_finds_the_series_of_every_model_that_generates(stack):
+    for model in ("ensemble", "chat"):
+        await ask(stack.client, request(model, text_inputs("3 4 5", 3)))
+    exposition = [
+        (name.partition("{")[0], dict(re.findall(r'(\w+)="([^"]*)"', name)))
+        for name in samples(stack.metrics.render())
+    ]
+    per_machine = ("nv_cpu_", "nv_gpu_", "nv_energy_", "nv_pinned_memory_")
+    for name, labels in exposition:
+        assert ("model" in labels) != name.startswith(per_machine), name
+    selectors = dashboard_selectors()
+    assert len(selectors) > 30
+    engines = {
+        labels["model"]: labels["engine"]
+        for name, labels in exposition
+        if name == "slipstream_model_info"
+    }
+    assert engines == dict.fromkeys(("ensemble", "chat", "tensorrt_llm"), "tensorrt_llm")
+    for model, engine in engines.items():
+        variables = {"$model": model, "$engine": engine}
+        empty = [one for one in selectors if not selected(one, variables, exposition)]
+        assert empty == [], model
+
+
+def dashboard_selectors():
+    """Return the selectors of all queries that the dashboard filters by model."""
+    document = json.loads(DASHBOARD.read_text("utf-8"))
+    expressions = [
+        target["expr"] for panel in document["panels"] for target in panel.get("targets", [])
+    ]
+    found = {one for text in expressions for one in re.findall(r"\w+\{[^}]*\}", text)}
+    assert all("$model" in one or "$engine" in one for one in found)
+    return sorted(found)
+
+
 async def test_the_dashboard_shows_every_slipstream_metric(stack):
     await Traffic().run(stack)
     ours = {

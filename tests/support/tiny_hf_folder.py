@@ -19,7 +19,10 @@ LETTERS_COUNT = len(LETTERS)
 POSITIONS = 512
 
 
-def save_model(folder: Path, family: str = "llama", **options: Any) -> Path:
+def save_model(
+    folder: Path, family: str = "llama", *, decided: bool = True, **options: Any
+) -> Path:
+    """Save a model. With `decided` sampling gives the greedy answer up to high temperatures."""
     sizes = (
         {"n_positions": POSITIONS} if family == "gpt2" else {"max_position_embeddings": POSITIONS}
     )
@@ -28,7 +31,7 @@ def save_model(folder: Path, family: str = "llama", **options: Any) -> Path:
     config = config_of(
         family, vocab_size=VOCABULARY, bos_token_id=BEGIN, eos_token_id=END, **sizes, **options
     )
-    model = decided_model(config)
+    model = decided_model(config) if decided else random_model(config)
     model.generation_config.eos_token_id = END
     model.save_pretrained(folder)
     save_tokenizer(folder)
