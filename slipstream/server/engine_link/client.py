@@ -222,7 +222,7 @@ class EngineClient:
         elif isinstance(message, EngineStats):
             self._process_stats = message
             self._follow_log_level()
-            if self.on_stats is not None:
+            if self._verbose and self.on_stats is not None:
                 self.on_stats()
         elif isinstance(message, EngineInfo):
             self._on_serving(message)

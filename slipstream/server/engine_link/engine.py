@@ -123,7 +123,7 @@ class Engine(Protocol):
     """An engine as the server uses it: `EngineClient` or `InProcessEngine`."""
 
     info: EngineInfo | None  # None before it has started
-    on_stats: Callable[[], None] | None  # called when new `stats` have arrived
+    on_stats: Callable[[], None] | None  # called for new `stats` at verbose levels
 
     @property
     def stats(self) -> EngineStats: ...
