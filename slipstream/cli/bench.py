@@ -186,7 +186,7 @@ def _add_prompts(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="NAME:VALUE",
-        help="Further input of every request; can be repeated.",
+        help="Further input of every request, such as top_p:0.9; can be repeated.",
     )
 
 
