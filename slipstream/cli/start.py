@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from slipstream.cli.arguments import CommandError, Parser, add_verbose, at_least
 from slipstream.cli.keys import read_access
 from slipstream.cli.list_models import DEFAULT_REPOSITORY, REPOSITORY_OPTIONS, repository_folder
+from slipstream.engine.sampling_params import EMBEDDING_KINDS
 from slipstream.server.engine_link.child import child_environment
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.output import configure_log
@@ -148,6 +149,13 @@ def _add_engine(parser: Parser) -> None:
     )
     group.add_argument(
         "--device", default=_AUTO, choices=[_AUTO, "cpu", "cuda"], help="Device to run on."
+    )
+    group.add_argument(
+        "--embeddings",
+        choices=EMBEDDING_KINDS,
+        metavar="KIND",
+        help="Serve embeddings of any model, pooled by KIND: last, mean, weightedmean or cls "
+        "(default: only of models that declare them).",
     )
     group.add_argument(
         "--server-timeout",

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 # last: the state of the last token; mean, weightedmean: of all tokens, the latter with weights 1, 2,
 # ...; cls: of the first token; score: of the last one, through the model's score layer
-POOLING_KINDS = ("last", "mean", "weightedmean", "cls", "score")
+EMBEDDING_KINDS = ("last", "mean", "weightedmean", "cls")
+POOLING_KINDS = (*EMBEDDING_KINDS, "score")
 # Lower temperatures count as 0: logits divided by them could overflow.
 MIN_TEMPERATURE = 1e-6
 

@@ -67,6 +67,8 @@ ENGINE_PARAMETERS: dict[str, str] = {
     "tokenizer_dir": "text",
     "guided_decoding_backend": "text",
     "xgrammar_tokenizer_info_path": "text",
+    # how embeddings are pooled, whatever the model declares
+    "embedding_pooling": "text",
     # switches that only this server has, for debugging
     "compressed_weights": "bool",
     "compressed_kv_cache": "bool",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.engine.sampling_params import EMBEDDING_KINDS
 from slipstream.engine.settings import EngineSettings
 from slipstream.repository.config import (
     CONFIG_NAME,
@@ -73,6 +74,7 @@ class EngineModel:
     priority_levels: int = 0  # number of priority levels; 0 for no limit
     default_priority: int = 0
     adapter_folder: Path | None = None  # parent of the adapter folders that requests may name
+    embedding_pooling: str = ""  # kind of pooling, whatever the model declares; empty: its own
 
 
 @dataclass(frozen=True)
@@ -311,7 +313,16 @@ def _read_engine(
         adapter_folder=find_adapters(
             config, parameters.get("lora_prefetch_dir"), repository, problems
         ),
+        embedding_pooling=_embedding_pooling(config, parameters, problems),
     )
+
+
+def _embedding_pooling(config: ModelConfig, parameters: Parameters, problems: Problems) -> str:
+    kind: str = parameters.get("embedding_pooling", "")
+    if kind and kind not in EMBEDDING_KINDS:
+        text = f"must be one of {', '.join(EMBEDDING_KINDS)}, got '{kind}'"
+        problems.error(config.file, 0, "parameters.embedding_pooling", text)
+    return kind
 
 
 def _parameter(model: RepositoryModel | None, name: str, default: Any) -> Any:

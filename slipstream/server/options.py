@@ -42,6 +42,7 @@ class ServerOptions:
     complete_config: bool = True  # whether Python models complete their own configuration
     allow_client_shared_memory: bool = False
     access: Access = field(default_factory=Access)
+    embedding_pooling: str = ""  # kind of pooling, whatever the models declare; empty: theirs
     http_metrics: bool = False  # whether the HTTP port serves /metrics, too
     http_max_input_bytes: int = DEFAULT_HTTP_MAX_INPUT_BYTES
     http_forwarded_headers: re.Pattern[str] | None = None

@@ -165,6 +165,7 @@ def _context(options: ServerOptions, loader: ModelLoader, trace: TraceSettings) 
         access=options.access,
         server_name=options.server_name,
         http_max_input_bytes=options.http_max_input_bytes,
+        embedding_pooling=options.embedding_pooling,
         http_forwarded_headers=options.http_forwarded_headers,
         grpc_forwarded_headers=options.grpc_forwarded_headers,
     )

@@ -357,9 +357,9 @@ def test_a_body_that_is_not_a_json_object_is_rejected(serving, body):
 def test_unknown_paths_and_methods_are_rejected(serving):
     assert get(serving.port, "/v1/completions").status == 405
     assert post(serving.port, "/v1/models", b"").status == 405
-    for path in ("/v1/embeddings", "/v1/", "/v1/models/"):
+    for path in ("/v1/unknown", "/v1/", "/v1/models/"):
         answer = get(serving.port, path)
         error = json.loads(answer.body)["error"]
         assert (answer.status, error["type"]) == (404, "invalid_request_error")
     with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
-        serving.client.embeddings.create(model="chat", input="a")
+        serving.client.images.generate(model="chat", prompt="a")

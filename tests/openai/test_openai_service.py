@@ -259,6 +259,8 @@ def test_the_documentation_has_the_routes_with_examples_that_run(serving):
         "/v1/responses/{id}",
         "/v1/responses/{id}/cancel",
         "/v1/responses/{id}/input_items",
+        "/v1/embeddings",
+        "/v1/rerank",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     }

@@ -48,6 +48,7 @@ VALUES = {
     "request_stats_max_iterations": "5",
     "gpu_weights_percent": "0.5",
     "enable_trt_overlap": "false",
+    "embedding_pooling": "mean",
     "compressed_weights": "false",
     "compressed_kv_cache": "false",
     "fused_gemv": "false",

@@ -38,6 +38,7 @@ class ServerContext:
     access: Access = field(default_factory=Access)
     server_name: str = "triton"
     http_max_input_bytes: int = DEFAULT_HTTP_MAX_INPUT_BYTES
+    embedding_pooling: str = ""  # kind of pooling, whatever the models declare; empty: theirs
     # headers whose names match become parameters of an inference request
     http_forwarded_headers: re.Pattern[str] | None = None
     grpc_forwarded_headers: re.Pattern[str] | None = None

@@ -154,6 +154,16 @@ def _sequence_count(request: InferRequest) -> int:
     return value if type(value) is int and value > 0 else 1
 
 
+def check_output_layer(engine: ServedEngine, request: TextRequest) -> None:
+    """Refuse to generate with a model that only computes embeddings or scores."""
+    declared = engine.model.engine_config.pooling
+    if declared is not None and not declared.generates and not request.sampling.pooling:
+        raise InferenceError(
+            f"model '{engine.model.name}' has no output layer for tokens: it computes embeddings "
+            "or scores (/v1/embeddings, /v1/rerank, /score)"
+        )
+
+
 # -- models
 
 
@@ -277,6 +287,7 @@ class GeneratingModel(EngineBackedModel):
             if isinstance(call, InferResponse):
                 yield call
                 return
+            check_output_layer(self.engine, call.request)
             times = request.times
             times.end_input()
             begun = False

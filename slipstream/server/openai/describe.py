@@ -10,6 +10,8 @@ from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.openai.adapters import LoadFields, UnloadFields
 from slipstream.server.openai.fields import ChatFields, CompletionFields
 from slipstream.server.openai.models import text_models
+from slipstream.server.openai.pooling.embeddings import EmbeddingFields
+from slipstream.server.openai.pooling.rerank import RerankFields, ScoreFields
 from slipstream.server.openai.responses.fields import ResponseFields
 from slipstream.server.openai.tokenize import DetokenizeFields, TokenizeFields
 
@@ -65,6 +67,15 @@ def openai_paths(registry: ModelRegistry) -> dict[str, Any]:
         "/v1/completions": _post(
             "Complete a text, whole or as a stream", CompletionFields, completion
         ),
+        **_text_paths(model),
+        **_adapter_paths(),
+        **_response_paths(model),
+    }
+
+
+def _text_paths(model: str) -> dict[str, Any]:
+    """Return the routes about texts that generate nothing."""
+    return {
         "/tokenize": _post(
             "Return the tokens of a text or a conversation",
             TokenizeFields,
@@ -73,6 +84,26 @@ def openai_paths(registry: ModelRegistry) -> dict[str, Any]:
         "/detokenize": _post(
             "Return the text of tokens", DetokenizeFields, {"model": model, "tokens": [1, 2, 3]}
         ),
+        "/v1/embeddings": _post(
+            "Return the embeddings of texts",
+            EmbeddingFields,
+            {"model": model, "input": ["One, two, three,"]},
+        ),
+        "/v1/rerank": _post(
+            "Sort documents by how well they match a query",
+            RerankFields,
+            {"model": model, "query": "What is red?", "documents": ["A rose.", "The sky."]},
+        ),
+        "/score": _post(
+            "Return how well pairs of texts match",
+            ScoreFields,
+            {"model": model, "text_1": "What is red?", "text_2": ["A rose.", "The sky."]},
+        ),
+    }
+
+
+def _adapter_paths() -> dict[str, Any]:
+    return {
         "/v1/load_lora_adapter": _post(
             "Load an adapter from a folder of the server; needs the admin key",
             LoadFields,
@@ -81,7 +112,6 @@ def openai_paths(registry: ModelRegistry) -> dict[str, Any]:
         "/v1/unload_lora_adapter": _post(
             "Unload an adapter; needs the admin key", UnloadFields, {"lora_name": "french"}
         ),
-        **_response_paths(model),
     }
 
 

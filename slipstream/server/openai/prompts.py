@@ -44,7 +44,7 @@ async def chat_tokens(
     except (ChatError, TokenizerError) as error:
         raise ApiError(str(error), "messages") from error
     tokens = _truncate(tokens, fields, model)
-    _check_tokens("messages", tokens, model)
+    check_tokens("messages", tokens, model)
     return tokens
 
 
@@ -78,18 +78,18 @@ def read_prompts(fields: CompletionFields) -> list[Prompt]:
     if given is None:
         raise field_error("prompt", "is required")
     limit = number_range("num_return_sequences").high
-    prompts = [given] if isinstance(given, str) or _is_tokens(given) else given
+    prompts = [given] if isinstance(given, str) or is_tokens(given) else given
     if not isinstance(prompts, list) or not prompts:
         raise field_error("prompt", "must be a string, a list of token ids, or a list of those")
     if limit is not None and len(prompts) > limit:
         raise field_error("prompt", f"must hold at most {limit:g} prompts, got {len(prompts)}")
     for number, prompt in enumerate(prompts):
-        if not isinstance(prompt, str) and not _is_tokens(prompt):
+        if not isinstance(prompt, str) and not is_tokens(prompt):
             raise field_error(f"prompt[{number}]", "must be a string or a list of token ids")
     return prompts
 
 
-def _is_tokens(value: Any) -> bool:
+def is_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
@@ -103,14 +103,14 @@ async def prompt_tokens(prompt: Prompt, fields: CompletionFields, model: OpenAIM
             tokens = await _text_tokens(prompt, fields, model)
         else:
             tokens = _truncate(prompt, fields, model)
-            _check_tokens("prompt", tokens, model)
+            check_tokens("prompt", tokens, model)
             model.tokenizer.check_ids(tokens)
     except TokenizerError as error:
         raise ApiError(f"prompt: {error}", "prompt") from error
     bos_id = model.tokenizer.bos_id
     if not tokens and bos_id is not None and fields.add_special_tokens is not False:
         tokens = [bos_id]
-    _check_tokens("prompt", tokens, model)
+    check_tokens("prompt", tokens, model)
     return tokens
 
 
@@ -147,7 +147,7 @@ def check_characters(name: str, size: int, model: OpenAIModel) -> None:
         raise _too_long(name, f"over {model.longest_prompt}", model)
 
 
-def _check_tokens(name: str, tokens: list[int], model: OpenAIModel) -> None:
+def check_tokens(name: str, tokens: list[int], model: OpenAIModel) -> None:
     if not tokens:
         raise field_error(name, "has no tokens")
     if len(tokens) > model.longest_prompt:

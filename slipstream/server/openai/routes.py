@@ -33,11 +33,16 @@ from slipstream.server.openai.completions import completion_call
 from slipstream.server.openai.describe import openai_paths
 from slipstream.server.openai.errors import ApiError, as_api_error
 from slipstream.server.openai.models import find_model, list_models
+from slipstream.server.openai.pooling.embeddings import embedding_call
+from slipstream.server.openai.pooling.rerank import rerank_call, score_call
+from slipstream.server.openai.pooling.service import PoolingService, ReadPoolingCall
 from slipstream.server.openai.responses.service import ResponseService
 from slipstream.server.openai.streaming import CallService, ReadCall, read_request_body
 from slipstream.server.openai.tokenize import detokenize, tokenize
 from slipstream.server.tracing.tracing import CHAT, TEXT_COMPLETION
 
+RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
+SCORE_PATHS = ("/score", "/v1/score")
 Computation = Callable[[bytes, ModelRegistry], Awaitable[bytes]]
 
 
@@ -58,6 +63,7 @@ class OpenAIRoutes:
         self._context = context
         self._adapters = AdapterLoader(registry, context.access)
         self._calls = CallService(registry, state, context)
+        self._pooling_service = PoolingService(registry, state, context)
         self._responses = ResponseService(self._calls)
         self._started = int(time.time())
         self._endpoints = self._table()
@@ -73,6 +79,9 @@ class OpenAIRoutes:
             self._computation("/detokenize", detokenize),
             Endpoint("POST", "/v1/load_lora_adapter", LOAD_ADAPTERS, self._load_adapter),
             Endpoint("POST", "/v1/unload_lora_adapter", LOAD_ADAPTERS, self._unload_adapter),
+            self._pooling("/v1/embeddings", embedding_call),
+            *[self._pooling(path, rerank_call) for path in RERANK_PATHS],
+            *[self._pooling(path, score_call) for path in SCORE_PATHS],
             *self._response_endpoints(),
         ]
 
@@ -91,6 +100,12 @@ class OpenAIRoutes:
     def _generation(self, path: str, read_call: ReadCall, operation: str) -> Endpoint:
         async def answer(exchange: Exchange, parameters: Parameters) -> None:
             await self._calls.answer(exchange, read_call, operation)
+
+        return Endpoint("POST", path, "inference", answer)
+
+    def _pooling(self, path: str, read_call: ReadPoolingCall) -> Endpoint:
+        async def answer(exchange: Exchange, parameters: Parameters) -> None:
+            await self._pooling_service.answer(exchange, read_call)
 
         return Endpoint("POST", path, "inference", answer)
 

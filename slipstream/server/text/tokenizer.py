@@ -120,6 +120,18 @@ class JsonBackend:
                 return whole[:start], whole[start + len(plain) :]
         raise TokenizerError("the tokenizer's post-processor changes the tokens of the text itself")
 
+    @property
+    def pair_affixes(self) -> tuple[list[int], list[int], list[int]]:
+        """The tokens that the post-processor puts before, between and after two texts."""
+        probe = "a"
+        plain = self._tokenizer.encode(probe, add_special_tokens=False).ids
+        whole = self._tokenizer.encode(probe, probe, add_special_tokens=True).ids
+        size = len(plain)
+        places = [i for i in range(len(whole) - size + 1) if whole[i : i + size] == plain]
+        first = places[0]
+        second = places[-1]
+        return whole[:first], whole[first + size : second], whole[second + size :]
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -199,6 +211,12 @@ class SentencePieceBackend:
             if configured is None
             else bool(configured)
         )
+
+    @property
+    def pair_affixes(self) -> tuple[list[int], list[int], list[int]]:
+        """The tokens before, between and after two texts: each has those of one text."""
+        prefix, suffix = self.affixes
+        return prefix, [*suffix, *prefix], suffix
 
     def _place_added_tokens(self, folder: TokenizerFolder, specials: set[int]) -> list[AddedToken]:
         """Give each added token the id of the files or the vocabulary, or the next free one."""
@@ -301,6 +319,8 @@ class Tokenizer:
         self._id_limit = max(backend.id_limit, folder.model_vocab_size)
         self._prefix, self._suffix = self._affixes(folder)
         self.chat_templates = folder.chat_templates
+        # whether texts that are pooled end with the end-of-text token
+        self._adds_eos = bool(folder.config.get("add_eos_token"))
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -320,6 +340,28 @@ class Tokenizer:
         ):
             prefix = [self.bos_id, *prefix]
         return prefix, suffix
+
+    @property
+    def affixes(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and after a text that is pooled.
+
+        They are those of `encode`, and the end-of-text token where the files ask for one.
+        """
+        return self._prefix, self._with_eos(self._suffix)
+
+    @property
+    def pair_affixes(self) -> tuple[list[int], list[int], list[int]]:
+        """The special tokens before, between and after two texts that are pooled."""
+        before, between, after = self._backend.pair_affixes
+        missing = [token for token in self._prefix if token not in self._backend.affixes[0]]
+        if self._adds_eos and self.eos_id is not None and self.eos_id not in between:
+            between = [self.eos_id, *between]
+        return [*missing, *before], between, self._with_eos(after)
+
+    def _with_eos(self, suffix: list[int]) -> list[int]:
+        if not self._adds_eos or self.eos_id is None or self.eos_id in suffix:
+            return suffix
+        return [*suffix, self.eos_id]
 
     @property
     def chat_template(self) -> str | None:

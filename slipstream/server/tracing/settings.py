@@ -67,7 +67,7 @@ class TraceSettings:
     ) -> RequestTrace | None:
         """Return the trace of a new request, or None. The caller must call its `finish`.
 
-        `operation`: TEXT_COMPLETION or CHAT, for the spans of language models.
+        `operation`: TEXT_COMPLETION, CHAT or EMBEDDINGS, for the spans of language models.
         """
         if not self.active:
             return None

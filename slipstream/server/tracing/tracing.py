@@ -29,6 +29,7 @@ UNLIMITED = -1
 # operations of OpenTelemetry's conventions for generative AI
 TEXT_COMPLETION = "text_completion"
 CHAT = "chat"
+EMBEDDINGS = "embeddings"
 Headers = Iterable[tuple[str | bytes, str | bytes]]
 
 
