@@ -24,7 +24,7 @@ from http_support import wait_until
 
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.metrics.statistics import model_statistics
+from slipstream.server.metrics.statistics_api import model_statistics
 
 
 def test_statistics_have_the_recorded_shape() -> None:
