@@ -17,9 +17,9 @@ import numpy as np
 from slipstream.engine.request import PromptTable
 from slipstream.model.spec import ModelSpec
 from slipstream.server.fields.values import FieldValue, RequestFields, check_prompt_length
-from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.tensors import Array, Tensor
-from slipstream.server.text.chat import ChatError, Message
+from slipstream.server.text.chat import BrokenTemplate, ChatError, Message
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.messages import MessageError, template_messages, unknown_fields
 from slipstream.server.text.threads import in_thread_if_long
@@ -60,6 +60,8 @@ async def conversation_tokens(
         raise InferenceError(str(error)) from error
     except (ChatError, TokenizerError) as error:
         raise InferenceError(f"{given.name}: {error}") from error
+    except BrokenTemplate as error:
+        raise InferenceError(str(error), Code.INTERNAL) from error
     if not tokens:
         raise InferenceError(f"{given.name} has no tokens: the chat template renders nothing")
     return tokens

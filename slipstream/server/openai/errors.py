@@ -11,6 +11,7 @@ import msgspec
 from slipstream.engine.constraints.guided import FIELD as GUIDE
 from slipstream.server.http.exchange import RETRY_AFTER, Headers, Refused
 from slipstream.server.kserve.errors import Code, InferenceError, QueueFull, Unavailable
+from slipstream.server.text.chat import BrokenTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,8 @@ def as_api_error(error: Exception, where: str, guided_by: str = "") -> ApiError:
         return ApiError(error.message, status=429, headers=(RETRY_AFTER,))
     if isinstance(error, Unavailable):
         return ApiError(error.message, status=503, headers=(RETRY_AFTER,))
+    if isinstance(error, BrokenTemplate):
+        return ApiError(str(error), status=500)
     if not isinstance(error, InferenceError):
         logger.error("%s failed:", where, exc_info=error)
         return ApiError("internal error, the server's log has the details", status=500)

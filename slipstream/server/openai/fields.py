@@ -15,7 +15,7 @@ import msgspec
 
 from slipstream.request_fields.field import PYTHON_TYPES
 from slipstream.request_fields.table import COPIED
-from slipstream.server.openai.errors import ApiError
+from slipstream.server.openai.errors import ApiError, field_error
 
 _PLACE = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<place>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
@@ -23,9 +23,31 @@ _NOT_IN_A_HEADER = re.compile(r"[^A-Za-z0-9_.\-\[\]]")
 _MAX_LISTED = 32
 
 
+_MAX_METADATA = 16  # pairs, with OpenAI's bounds of their lengths
+_MAX_METADATA_KEY = 64
+_MAX_METADATA_VALUE = 512
+
+
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A constraint on the answer: one of the first six fields."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    # The following choose between backends of other servers.
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 if TYPE_CHECKING:
@@ -46,7 +68,8 @@ else:
 class Fields(_SamplingFields, kw_only=True):
     """The fields that both endpoints have.
 
-    `user`, `safety_identifier` and `prompt_cache_key` are accepted and have no effect.
+    `user`, `safety_identifier`, `prompt_cache_key`, `metadata`, `store` and
+    `spaces_between_special_tokens` are accepted and have no effect.
     """
 
     model: str
@@ -60,7 +83,20 @@ class Fields(_SamplingFields, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    response_format: dict[str, Any] | None = None
     # The following are not OpenAI's, but fields of other servers.
+    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     bad_words: str | list[str] | None = None
@@ -78,11 +114,14 @@ class ChatFields(Fields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, str]] | None = None
 
 
 class CompletionFields(Fields, kw_only=True):
@@ -90,7 +129,6 @@ class CompletionFields(Fields, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
-    add_special_tokens: bool | None = None
 
 
 # Fields of other servers that every chat endpoint takes, also those with formats of their own.
@@ -110,7 +148,6 @@ SHARED_CHAT_FIELDS = (
 
 _TOOLS = "use tools and tool_choice"
 _TEXT_ONLY = "it generates text only"
-_NOT_STORED = "it stores no conversations"
 
 
 class _Unsupported(NamedTuple):
@@ -124,28 +161,17 @@ _UNSUPPORTED: Mapping[str, _Unsupported] = {
     "modalities": _Unsupported(_TEXT_ONLY, (["text"],)),
     "audio": _Unsupported(_TEXT_ONLY),
     "prediction": _Unsupported("it takes no draft tokens on this route"),
-    "reasoning_effort": _Unsupported("the model's chat template decides it", ("none",)),
     "verbosity": _Unsupported("models have no such setting", ("medium",)),
     "web_search_options": _Unsupported("it fetches nothing"),
-    "store": _Unsupported(_NOT_STORED, (False,)),
-    "metadata": _Unsupported(_NOT_STORED, ({},)),
     "prompt_cache_retention": _Unsupported(
         "the engine decides what stays in the cache", ("in_memory", "in-memory")
     ),
     "service_tier": _Unsupported("there is one tier", ("auto", "default")),
     "suffix": _Unsupported("it continues the prompt and fills no gaps", ("",)),
     "chat_template": _Unsupported("a template comes with its model, never with a request"),
-    "allowed_token_ids": _Unsupported("use the guided_ fields"),
-    "prompt_logprobs": _Unsupported("use /v2/models/NAME/generate with return_prompt_log_probs"),
     "use_beam_search": _Unsupported("use /v2/models/NAME/generate with beam_width", (False,)),
-    "skip_special_tokens": _Unsupported("the model's repository decides it", (True,)),
-    "spaces_between_special_tokens": _Unsupported("a text is its tokens' bytes", (True,)),
     "length_penalty": _Unsupported("use /v2/models/NAME/generate with beam_width", (1, 1.0)),
-    "add_generation_prompt": _Unsupported("an answer is always the assistant's", (True,)),
-    "continue_final_message": _Unsupported("use /v1/completions to continue a text", (False,)),
     "guided_whitespace_pattern": _Unsupported("the whitespace allowed in JSON is fixed"),
-    "priority": _Unsupported("use /v2/models/NAME/generate", (0,)),
-    "structured_outputs": _Unsupported("use response_format or the guided_ fields", ({},)),
 }
 _PATHS: Mapping[type[Fields], str] = {
     ChatFields: "/v1/chat/completions",
@@ -161,7 +187,10 @@ _NO_OP: Mapping[str, Any] = {
     "parallel_tool_calls": False,
     "echo": False,
     "chat_template_kwargs": {},
-    "add_special_tokens": False,
+    "reasoning_effort": "none",
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "documents": [],
 }
 
 Kind = TypeVar("Kind", bound=Fields)
@@ -175,6 +204,7 @@ def read_fields(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
     _check_endpoint(given, kind)
     fields = convert_fields(given, kind)
     _check_stream_options(fields)
+    _check_metadata(fields.metadata or {})
     return fields, _unknown_names(given)
 
 
@@ -221,6 +251,17 @@ def _check_stream_options(fields: Fields) -> None:
     if fields.stream_options.include_obfuscation:
         name = "stream_options.include_obfuscation"
         raise ApiError(f"{name} is not supported by this server: it pads no events", name)
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    if len(metadata) > _MAX_METADATA:
+        raise field_error(
+            "metadata", f"must hold at most {_MAX_METADATA} pairs, got {len(metadata)}"
+        )
+    for key, value in metadata.items():
+        if len(key) > _MAX_METADATA_KEY or len(value) > _MAX_METADATA_VALUE:
+            lengths = f"{_MAX_METADATA_KEY} characters, values at most {_MAX_METADATA_VALUE}"
+            raise field_error("metadata", f"must have keys of at most {lengths}")
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
 from slipstream.server.openai.models import OpenAIModel
 from slipstream.server.openai.sampling import check_bound
-from slipstream.server.text.chat import ChatError, Tools, VariableError
+from slipstream.server.text.chat import ChatError, ContinueError, Tools, VariableError
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.messages import MessageError, template_messages
 from slipstream.server.text.threads import in_thread_if_long
 
 Prompt = str | list[int]
 
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _MAX_VARIABLES = 32
 _MAX_VARIABLE_SIZE = 1024  # characters of a text, bits of a number
 
@@ -30,17 +31,28 @@ async def chat_tokens(
     Large requests are read in a thread, so that other requests' streams do not wait.
     """
     template = model.tokenizer.chat_template or ""
-    variables = read_template_variables(fields.chat_template_kwargs)
+    variables = _effort_variables(fields, read_template_variables(fields.chat_template_kwargs))
+    continues = bool(fields.continue_final_message)
+    if continues and fields.add_generation_prompt:
+        raise field_error("continue_final_message", "cannot be combined with add_generation_prompt")
     try:
         messages = await in_thread_if_long(body_bytes, template_messages, fields.messages, template)
         check_characters("messages", sum(len(message["content"]) for message in messages), model)
         tokens = await model.text.engine.generator.chat_prompt(
-            messages, tools=tools, variables=variables
+            messages,
+            add_generation_prompt=not continues and fields.add_generation_prompt is not False,
+            continue_final_message=continues,
+            add_special_tokens=bool(fields.add_special_tokens),
+            tools=tools,
+            documents=fields.documents,
+            variables=variables,
         )
     except MessageError as error:
         raise ApiError(str(error), error.field) from error
     except VariableError as error:
         raise ApiError(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
+    except ContinueError as error:
+        raise field_error("continue_final_message", str(error)) from error
     except (ChatError, TokenizerError) as error:
         raise ApiError(str(error), "messages") from error
     tokens = _truncate(tokens, fields, model)
@@ -64,6 +76,19 @@ def read_template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
             allowed = f"true, false, a number, or a text of at most {_MAX_VARIABLE_SIZE} characters"
             raise field_error(f"chat_template_kwargs.{name[:40]}", f"must be {allowed}")
     return variables
+
+
+def _effort_variables(fields: ChatFields, variables: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables with reasoning_effort. "none" turns thinking off, where templates can."""
+    effort = fields.reasoning_effort
+    if effort is None:
+        return variables
+    if effort not in _EFFORTS:
+        raise field_error(
+            "reasoning_effort", f"must be one of {', '.join(_EFFORTS)}, got '{effort[:40]}'"
+        )
+    thinking = {"enable_thinking": False} if effort == "none" else {}
+    return {**thinking, **variables, "reasoning_effort": effort}
 
 
 def _size(value: float | str) -> int:

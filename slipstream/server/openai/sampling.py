@@ -5,7 +5,6 @@ The defaults are OpenAI's, the bounds those of the table of request fields.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,15 +15,9 @@ from slipstream.request_fields.table import COPIED, number_range, word_bounds
 from slipstream.server.engine_link.engine import AdapterUse, TextRequest
 from slipstream.server.kserve.tensors import single
 from slipstream.server.openai.errors import field_error
-from slipstream.server.openai.fields import ChatFields, Fields
+from slipstream.server.openai.fields import CompletionFields, Fields
 from slipstream.server.openai.models import OpenAIModel
 
-_GUIDES = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "ebnf_grammar",
-}
 _SEEDS = 2**64
 _SEED = Range(-(2**63), _SEEDS - 1)  # OpenAI's seeds are signed
 
@@ -169,43 +162,3 @@ def _read_logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple
             raise field_error("logit_bias", f"{problem}, got '{token[:40]}'")
         check_bound("logit_bias", weight, weights)
     return tuple((int(token), weight) for token, weight in given.items())
-
-
-def read_guide(fields: Fields) -> tuple[str, Guide | None]:
-    """Return the field that constrains the answer, and its grammar: ("", None) if there is none."""
-    guides: dict[str, Guide] = {}
-    for name, kind in _GUIDES.items():
-        value = getattr(fields, name)
-        if value is not None:
-            guides[name] = Guide(kind, value if isinstance(value, str) else json.dumps(value))
-    response_format = fields.response_format if isinstance(fields, ChatFields) else None
-    if response_format is not None and (guide := _read_response_format(response_format)):
-        guides["response_format"] = guide
-    if len(guides) > 1:
-        first, *_, last = guides
-        raise field_error(last, f"cannot be given together with {first}")
-    return next(iter(guides.items()), ("", None))
-
-
-def _read_response_format(given: Mapping[str, Any]) -> Guide | None:
-    kind = given.get("type")
-    if kind not in ("text", "json_object", "json_schema"):
-        raise field_error(
-            "response_format.type",
-            f"must be text, json_object or json_schema, got {json.dumps(kind)[:40]}",
-        )
-    for name in given:
-        # A key that is ignored would look like a constraint that is enforced.
-        if name != "type" and name != kind:
-            raise field_error(f"response_format.{name[:40]}", f"does not go with type {kind}")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return Guide("json", "")
-    wrapped: Any = given.get("json_schema")
-    schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
-    if not isinstance(schema, dict):
-        raise field_error(
-            "response_format.json_schema.schema", "must be an object, the JSON schema"
-        )
-    return Guide("json_schema", json.dumps(schema))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateSyntaxError
 
-from slipstream.server.text.sandbox import BudgetExceeded, render
+from slipstream.server.text.sandbox import BudgetExceeded, RaisedByTemplate, render
 from slipstream.server.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None  # functions that the model may call
@@ -26,37 +31,79 @@ class VariableError(ChatError):
     """A template variable that clients may not set."""
 
 
+class ContinueError(ChatError):
+    """The final message cannot be continued."""
+
+
+class BrokenTemplate(Exception):
+    """The model's chat template renders no conversation. It is the server's fault, not a client's.
+
+    The text is one line that the client may see.
+    """
+
+
 def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     tools: Tools = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the text of the prompt. `variables`: those of the template, e.g. `enable_thinking`."""
+    """Return the text of the prompt. `variables`: those of the template, e.g. `enable_thinking`.
+
+    `continue_final_message` ends the prompt with the text of the final message, so that the model
+    continues it. It excludes `add_generation_prompt`.
+    """
     _check_messages(messages)
+    if continue_final_message and add_generation_prompt:
+        raise ContinueError("cannot be combined with add_generation_prompt")
     for name in variables or {}:
         if name in _OWN_VARIABLES or name in tokenizer.named_tokens:
             raise VariableError(f"'{name}' cannot be given as a variable of the chat template")
     template = _choose_template(tokenizer, tools)
-    return _render(
+    mark = f"continue-{secrets.token_hex(8)} " if continue_final_message else ""
+    rendered = _render(
         template,
-        tokenizer.named_tokens
-        | dict(variables or {})
+        tokenizer.named_tokens,
+        dict(variables or {})
         | {
-            "messages": list(messages),
+            "messages": _with_mark(messages, mark),
             "tools": tools,
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         },
     )
+    return _before_mark(rendered, mark) if mark else rendered
 
 
-def encode_chat(tokenizer: Tokenizer, rendered: str) -> list[int]:
-    """Return the tokens of a rendered conversation, which has its special tokens already."""
-    return tokenizer.encode(rendered, add_special_tokens=False)
+def _with_mark(messages: Sequence[Message], mark: str) -> list[Message]:
+    """Return the messages, the last one with a mark after its text."""
+    if not mark:
+        return list(messages)
+    final = messages[-1]
+    if not isinstance(final.get("content"), str):
+        raise ContinueError("needs a final message whose content is text")
+    return [*messages[:-1], {**final, "content": final["content"] + mark}]
+
+
+def _before_mark(rendered: str, mark: str) -> str:
+    """Return the conversation up to the end of its final message."""
+    end = rendered.rfind(mark.strip())
+    if end < 0:
+        raise ContinueError("does not fit: the chat template leaves the final message out")
+    if rendered[end : end + len(mark)] == mark:
+        return rendered[:end]
+    return rendered[:end].rstrip()  # the template trims the ends of messages
+
+
+def encode_chat(
+    tokenizer: Tokenizer, rendered: str, add_special_tokens: bool = False
+) -> list[int]:
+    """Return the tokens of a rendered conversation, which usually has its special tokens already."""
+    return tokenizer.encode(rendered, add_special_tokens)
 
 
 def _check_messages(messages: Sequence[Message]) -> None:
@@ -80,17 +127,54 @@ def _choose_template(tokenizer: Tokenizer, tools: Tools) -> str:
     return tokenizer.chat_template
 
 
-def _render(template: str, variables: dict[str, Any]) -> str:
+def _render(template: str, named_tokens: Mapping[str, str], variables: Mapping[str, Any]) -> str:
     try:
-        return render(template, variables)
-    except BudgetExceeded as problem:
-        raise ChatError(f"the chat template wants too much: {problem.message}") from problem
-    except TemplateSyntaxError as problem:
-        raise ChatError(
-            f"the chat template is not valid at line {problem.lineno}: {problem.message}"
-        ) from problem
-    except RecursionError as problem:
-        raise ChatError("the chat template wants too much: endless recursion") from problem
+        return render(template, {**named_tokens, **variables})
+    except RaisedByTemplate as problem:
+        raise ChatError(f"the chat template failed: {_reason(problem)}") from problem
     except Exception as problem:  # a template may fail like any program
-        reason = " ".join(str(problem).split()) or type(problem).__name__
-        raise ChatError(f"the chat template failed: {reason}") from problem
+        if fault := _template_fault(template, tuple(sorted(named_tokens.items()))):
+            raise BrokenTemplate(fault) from problem
+        raise ChatError(_explain(problem)) from problem
+
+
+# Conversations that a chat template must be able to render, or refuse in its own words.
+_PLAIN_CONVERSATIONS: Sequence[Sequence[Message]] = (
+    ({"role": "user", "content": "Hello"},),
+    ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}),
+)
+
+
+@functools.lru_cache(maxsize=32)
+def _template_fault(template: str, named_tokens: Sequence[tuple[str, str]]) -> str:
+    """Return why a template renders no conversation at all, "" if it renders some. Log it once."""
+    reason = ""
+    for messages in _PLAIN_CONVERSATIONS:
+        variables = {"messages": messages, "tools": None, "documents": None}
+        try:
+            render(template, {**dict(named_tokens), **variables, "add_generation_prompt": True})
+        except RaisedByTemplate:
+            return ""
+        except Exception as problem:  # a template may fail like any program
+            reason = f"the chat template of this model is broken: {_explain(problem)}"
+        else:
+            return ""
+    logger.error(
+        "%s; correct chat_template in the tokenizer's folder, and reload the model", reason
+    )
+    return reason
+
+
+def _explain(problem: Exception) -> str:
+    match problem:
+        case BudgetExceeded():
+            return f"the chat template exceeds its limits: {problem.message}"
+        case TemplateSyntaxError():
+            return f"the chat template is not valid at line {problem.lineno}: {problem.message}"
+        case RecursionError():
+            return "the chat template exceeds its limits: endless recursion"
+    return f"the chat template failed: {_reason(problem)}"
+
+
+def _reason(problem: Exception) -> str:
+    return " ".join(str(problem).split()) or type(problem).__name__

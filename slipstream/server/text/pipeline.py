@@ -132,7 +132,10 @@ class TextGenerator:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         tools: Tools = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the tokens of a conversation. A thread renders and tokenizes it."""
@@ -142,10 +145,12 @@ class TextGenerator:
                 self.tokenizer,
                 messages,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 tools=tools,
+                documents=documents,
                 variables=variables,
             )
-            return encode_chat(self.tokenizer, rendered)
+            return encode_chat(self.tokenizer, rendered, add_special_tokens)
 
         return await asyncio.to_thread(render_and_encode)
 

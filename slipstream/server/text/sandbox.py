@@ -52,6 +52,10 @@ class BudgetExceeded(SecurityError):
     pass
 
 
+class RaisedByTemplate(TemplateError):
+    """The template refused the conversation with `raise_exception`."""
+
+
 class Budget:
     def __init__(self) -> None:
         self._steps = 0
@@ -314,7 +318,7 @@ def _to_json(
 
 
 def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
+    raise RaisedByTemplate(message)
 
 
 def _strftime_now(pattern: str) -> str:
