@@ -45,6 +45,54 @@ BOTH = [
     ),
     ({"model": None}, "model"),
     ({"user": 5}, "user"),
+    ({"store": "yes"}, "store"),
+    ({"metadata": {"a": 5}}, "metadata[...]"),
+    ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+    ({"metadata": {"a": "b" * 513}}, "metadata"),
+    ({"metadata": {"a" * 65: "b"}}, "metadata"),
+    ({"request_id": "a b"}, "request_id"),
+    ({"request_id": "a" * 65}, "request_id"),
+    ({"priority": 2**31}, "priority"),
+    ({"priority": 0.5}, "priority"),
+    ({"prompt_logprobs": -1, "stream": False}, "prompt_logprobs"),
+    ({"prompt_logprobs": 101, "stream": False}, "prompt_logprobs"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [98]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"other": 1}}, "structured_outputs"),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " ?"}},
+        "structured_outputs.whitespace_pattern",
+    ),
+    (
+        {"structured_outputs": {"structural_tag": "{"}},
+        "structured_outputs.structural_tag",
+    ),
+    (
+        {"structured_outputs": {"json_object": True}, "guided_regex": "a"},
+        "structured_outputs.json_object",
+    ),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.structures"),
+    (
+        {"response_format": {"type": "structural_tag", "structures": [{"begin": "<a>"}]}},
+        "response_format.structures[0]",
+    ),
+    (
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}],
+            }
+        },
+        "response_format.triggers",
+    ),
+    (
+        {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+        "response_format.format",
+    ),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
 ]
 CHAT = [
@@ -52,9 +100,9 @@ CHAT = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"modalities": ["text", "audio"]}, "modalities"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
-    ({"store": True}, "store"),
-    ({"metadata": {"a": "b"}}, "metadata"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"documents": [{"text": 5}]}, "documents[0][...]"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"prediction": {"type": "content", "content": "a"}}, "prediction"),
     ({"verbosity": "low"}, "verbosity"),
@@ -111,8 +159,10 @@ CHAT = [
 ]
 COMPLETIONS = [
     ({"suffix": "end"}, "suffix"),
-    ({"best_of": 2}, "best_of"),
-    ({"echo": True, "logprobs": 0}, "echo"),
+    ({"n": 2, "best_of": 1}, "best_of"),
+    ({"best_of": 129, "stream": False}, "best_of"),
+    ({"prompt": ["a"] * 65, "best_of": 2, "stream": False}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
     ({"logprobs": 101}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"prompt": None}, "prompt"),
@@ -205,7 +255,10 @@ def test_no_op_values_and_values_at_the_bounds_are_accepted(serving, fields):
             "/v1/chat/completions",
             {
                 "messages": MESSAGES,
-                "response_format": {"type": "json_object"},
+                "reasoning_effort": "high",
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+                "documents": [{"text": "a"}],
                 "tools": [{"type": "function"}],
                 "tool_choice": "required",
                 "parallel_tool_calls": True,
@@ -232,7 +285,7 @@ def test_fields_of_the_other_endpoint_are_rejected(serving, path, belongs, field
 
 @pytest.mark.parametrize("path", CALLS)
 def test_unsupported_openai_fields_are_rejected_by_both_endpoints(serving, path):
-    for name, value in {"suffix": "end", "store": True, "prompt_cache_retention": "24h"}.items():
+    for name, value in {"suffix": "end", "prompt_cache_retention": "24h"}.items():
         status, document = ask(serving, path, {name: value})
         assert (status, document["error"]["param"]) == (400, name)
 

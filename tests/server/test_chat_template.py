@@ -6,7 +6,13 @@ import json
 import pytest
 import text_samples as samples
 
-from slipstream.server.text.chat import ChatError, encode_chat, render_chat
+from slipstream.server.text.chat import (
+    BrokenTemplate,
+    ChatError,
+    ContinueError,
+    encode_chat,
+    render_chat,
+)
 from slipstream.server.text.tokenizer import Tokenizer
 
 CHATML = (
@@ -143,6 +149,41 @@ def test_rendered_text_and_tokens_equal_transformers(name, conversation, prompt,
     assert encode_chat(ours(name), rendered) == ids
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("content", ["2 + 2 is", "  spaces \n", "", "Sure, <b>日本 "])
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_the_final_message_is_continued_as_by_transformers(name, content, role):
+    before = CONVERSATIONS["one"] if role == "assistant" else []
+    messages = [*before, {"role": role, "content": content}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    try:
+        expected = theirs(name).apply_chat_template(messages, tokenize=False, **options)
+    except ValueError:
+        with pytest.raises(ContinueError):
+            render_chat(ours(name), messages, **options)
+        return
+    assert render_chat(ours(name), messages, **options) == expected
+    assert expected.rstrip().endswith(content.strip())
+
+
+def test_a_final_message_that_cannot_be_continued_is_refused():
+    with pytest.raises(ContinueError, match="cannot be combined with add_generation_prompt"):
+        render_chat(ours("chatml"), CONVERSATIONS["one"], continue_final_message=True)
+    for messages in (
+        [*CONVERSATIONS["one"], {"role": "assistant", "content": [{"type": "text"}]}],
+        [*CONVERSATIONS["one"], {"role": "assistant"}],
+    ):
+        with pytest.raises(ContinueError, match="needs a final message whose content is text"):
+            render_chat(
+                ours("chatml"), messages, add_generation_prompt=False, continue_final_message=True
+            )
+    system = [{"role": "system", "content": "Be brief."}]
+    with pytest.raises(ContinueError, match="the chat template leaves the final message out"):
+        render_chat(
+            ours("mistral"), system, add_generation_prompt=False, continue_final_message=True
+        )
+
+
 @pytest.mark.parametrize("name", ["llama3", "mistral"])
 def test_no_second_beginning_token_is_added_to_a_rendered_one(name):
     tokenizer = ours(name)
@@ -231,22 +272,54 @@ def template(source: str, tmp_path) -> Tokenizer:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{{ raise_exception('no\nsystem role') }}", "the chat template failed: no system role"),
-        ("\n{% for %}", "the chat template is not valid at line 2: "),
+        ("\n{% for %}", "is not valid at line 2: "),
         (
             "{{ messages[0].nothing.more }}",
-            "the chat template failed: 'dict object' has no attribute 'nothing'",
+            "failed: 'dict object' has no attribute 'nothing'",
         ),
-        ("{{ messages[0].content + 1 }}", "the chat template failed: "),
-        ("{% include 'other' %}", "the chat template failed: "),
-        ("{{ 1 / 0 }}", "the chat template failed: division by zero"),
+        ("{{ messages[0].content + 1 }}", "failed: "),
+        ("{% include 'other' %}", "failed: "),
+        ("{{ 1 / 0 }}", "failed: division by zero"),
+        ("{{ 'x' | unknown }}", "is not valid at line 1: No filter named 'unknown'"),
+        ("{{ 'x' * 9999999 }}", "exceeds its limits: "),
     ],
 )
-def test_template_errors_are_one_line(tmp_path, source, message):
+def test_a_template_that_renders_no_conversation_is_broken(tmp_path, caplog, source, message):
+    tokenizer = template(source, tmp_path)
+    for _ in range(2):
+        with pytest.raises(BrokenTemplate) as caught:
+            render_chat(tokenizer, CONVERSATIONS["one"])
+        assert str(caught.value).startswith(f"the chat template of this model {message}")
+        assert str(caught.value).endswith(": this is an error of the server, not of the request")
+        assert "\n" not in str(caught.value)
+    assert caplog.text.count("the chat template of this model") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('no\nsystem role') }}", "failed: no system role"),
+        ("{{ messages[0].nothing.more }}", "failed: 'dict object' has no attribute 'nothing'"),
+        ("{{ 1 / 0 }}", "failed: division by zero"),
+        ("{{ 'x' * 9999999 }}", "exceeds its limits: "),
+    ],
+)
+@pytest.mark.parametrize("condition", ["messages | length > 2", "messages[0].role == 'system'"])
+def test_a_template_that_renders_other_conversations_refuses_one(
+    tmp_path, caplog, source, message, condition
+):
+    tokenizer = template("{% if " + condition + " %}" + source + "{% endif %}", tmp_path)
     with pytest.raises(ChatError) as caught:
-        render_chat(template(source, tmp_path), CONVERSATIONS["one"])
-    assert str(caught.value).startswith(message)
+        render_chat(tokenizer, CONVERSATIONS["system"])
+    assert str(caught.value).startswith(f"the chat template {message}")
     assert "\n" not in str(caught.value)
+    assert not caplog.text
+
+
+def test_a_template_that_refuses_every_conversation_in_its_own_words_is_not_broken(tmp_path):
+    tokenizer = template("{{ raise_exception('ask the vendor') }}", tmp_path)
+    with pytest.raises(ChatError, match="the chat template failed: ask the vendor"):
+        render_chat(tokenizer, CONVERSATIONS["one"])
 
 
 @pytest.mark.parametrize(
@@ -265,8 +338,8 @@ def test_invalid_messages_are_refused(messages, message):
 
 def test_the_conversation_is_not_changed_by_the_template(tmp_path):
     messages = [{"role": "user", "content": "x"}]
-    with pytest.raises(ChatError):
+    with pytest.raises(BrokenTemplate):
         render_chat(template("{{ messages.append(1) }}", tmp_path), messages)
-    with pytest.raises(ChatError):
+    with pytest.raises(BrokenTemplate):
         render_chat(template("{{ messages[0].update(role='system') }}", tmp_path), messages)
     assert messages == [{"role": "user", "content": "x"}]

@@ -51,9 +51,9 @@ class Serving:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Serving]:
+def running(folder: Path, template: str = TEMPLATE) -> Iterator[Serving]:
     save_model(folder / "hf")
-    (folder / "hf" / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "hf" / "chat_template.jinja").write_text(template)
     merged = _save_adapter(folder / "hf", folder / "adapters" / "french")
     engine_folder = build_engine(folder / "hf", folder / "engine", dtype="float32")
     repository = write_declared(folder / "repo", engine_folder)

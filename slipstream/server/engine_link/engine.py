@@ -72,7 +72,7 @@ class TextRequest:
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     ignore_end: bool = False  # go on past the model's end-of-text token
-    priority: int = 0
+    priority: int = 0  # the engine runs higher ones first
     deadline: float | None = None
     cache_salt: str = ""
     # samples of the one prompt; for a beam search, the number of beams to return

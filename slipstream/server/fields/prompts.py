@@ -17,7 +17,7 @@ import numpy as np
 from slipstream.engine.request import PromptTable
 from slipstream.model.spec import ModelSpec
 from slipstream.server.fields.values import FieldValue, RequestFields, check_prompt_length
-from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.errors import InferenceError, ServerFault
 from slipstream.server.kserve.tensors import Array, Tensor
 from slipstream.server.text.chat import BrokenTemplate, ChatError, Message
 from slipstream.server.text.folder import TokenizerError
@@ -61,7 +61,7 @@ async def conversation_tokens(
     except (ChatError, TokenizerError) as error:
         raise InferenceError(f"{given.name}: {error}") from error
     except BrokenTemplate as error:
-        raise InferenceError(str(error), Code.INTERNAL) from error
+        raise ServerFault(str(error)) from error
     if not tokens:
         raise InferenceError(f"{given.name} has no tokens: the chat template renders nothing")
     return tokens

@@ -40,6 +40,13 @@ class Unavailable(InferenceError):
         super().__init__(message, Code.UNAVAILABLE)
 
 
+class ServerFault(InferenceError):
+    """The request is valid, and no request of its kind can be served: the server is at fault."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Code.INTERNAL)
+
+
 def error_type(error: BaseException) -> str:
     """Return the name of the error's code or class, a word from a small set."""
     if isinstance(error, InferenceError):

@@ -33,7 +33,13 @@ from slipstream.server.engine_link.engine import (
 from slipstream.server.fields.adapters import FIELDS as ADAPTER_FIELDS
 from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.fields.values import RequestFields
-from slipstream.server.kserve.errors import Code, InferenceError, QueueFull, Unavailable
+from slipstream.server.kserve.errors import (
+    Code,
+    InferenceError,
+    QueueFull,
+    ServerFault,
+    Unavailable,
+)
 from slipstream.server.kserve.inference import (
     InferRequest,
     InferResponse,
@@ -242,7 +248,8 @@ class GeneratingModel(EngineBackedModel):
     """A model that generates. Subclasses read its requests and choose a writer of its outputs.
 
     An invalid request is answered with an error response, as by any Triton model. Only an engine
-    that accepts no work raises (`Unavailable`). Closing the iterator cancels the request at once.
+    that accepts no work raises (`Unavailable`), and a server that is at fault (`ServerFault`).
+    Closing the iterator cancels the request at once.
     """
 
     # parameters of every response
@@ -312,7 +319,7 @@ class GeneratingModel(EngineBackedModel):
             times.end_infer()
             if not answered and call.outputs is not None:
                 yield await self._write_logits(call, _split_beams(call.completions))
-        except Unavailable:
+        except (Unavailable, ServerFault):
             raise
         except EngineUnavailable as error:
             raise Unavailable(str(error)) from error

@@ -133,12 +133,10 @@ class TextModel(GeneratingModel):
     def _read_text(self, text: TextRequest, request: InferRequest) -> GenerateCall:
         """Read the request of a protocol without tensors, such as OpenAI's."""
         scheduling = read_scheduling(request, self.engine.model)
-        text_request = replace(
-            text,
-            skip_special_tokens=self.engine.model.skip_special_tokens,
-            priority=scheduling.priority,
-            deadline=scheduling.deadline,
-        )
+        level = -scheduling.priority - text.priority
+        if levels := self.engine.model.priority_levels:
+            level = min(max(level, 1), levels)
+        text_request = replace(text, priority=-level, deadline=scheduling.deadline)
         completions = self._completions(text_request, text_request.sequences)
         return GenerateCall(
             text_request, self.engine.generator, completions, None, TextWriter(), streaming=True
@@ -152,7 +150,7 @@ class TextModel(GeneratingModel):
 
     def _completions(self, request: TextRequest, count: int) -> list[Completion]:
         end_ids: frozenset[int] = frozenset()
-        if not request.ignore_end:
+        if not request.ignore_end and not request.sampling.include_end:
             own = self.engine.generator.tokenizer.end_ids
             end_ids = frozenset(request.sampling.end_ids or own)
         normalise = self.engine.model.normalize_log_probs

@@ -46,3 +46,5 @@ class Call:
     guided_by: str = ""  # request field that carried the grammar
     # sends the answers, if they are sent neither whole nor as events
     send: Callable[[CallAnswers, Exchange], Awaitable[None]] | None = None
+    returned: int | None = None  # number of answers to each prompt that are returned; None: all
+    prompts_only: bool = False  # prompts are scored, and what is generated is dropped

@@ -11,10 +11,11 @@ from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.openai.calls import Call, Document
-from slipstream.server.openai.choices import ChoicesWriter
+from slipstream.server.openai.choices import ChoicesWriter, token_report
 from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import ChatFields, read_fields
 from slipstream.server.openai.generation import finish_reason
+from slipstream.server.openai.guides import read_guide
 from slipstream.server.openai.log_probs import ScoredTokens, chat_log_probs
 from slipstream.server.openai.models import OpenAIModel, find_model
 from slipstream.server.openai.parts import (
@@ -30,7 +31,6 @@ from slipstream.server.openai.parts import (
 from slipstream.server.openai.prompts import chat_tokens
 from slipstream.server.openai.sampling import (
     build_text_request,
-    read_guide,
     read_max_tokens,
     read_n,
     read_stop_words,
@@ -67,8 +67,11 @@ async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
         prepared.log_probs,
         bool(prepared.text.stop_words),
         prepared.new_reader,
+        bool(fields.return_tokens_as_token_ids),
+        prepared.text.skip_special_tokens,
     )
-    writer = ChoicesWriter.create("chatcmpl", prepared.model.id, choice_writer, fields)
+    report = token_report(fields, prepared.model.tokenizer, [prepared.text], in_choices=False)
+    writer = ChoicesWriter.create("chatcmpl", prepared.model.id, choice_writer, fields, report)
     return Call(
         prepared.model,
         [prepared.text],
@@ -125,6 +128,8 @@ class ChatChoiceWriter:
     log_probs: bool
     stop_words: bool  # whether stop words may end the text
     new_reader: Callable[[], PartReader]
+    as_ids: bool = False  # tokens with scores are named by their ids
+    skip_special_tokens: bool = True
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
     _readers: dict[int, PartReader] = field(default_factory=dict)
@@ -178,8 +183,9 @@ class ChatChoiceWriter:
         if not self.log_probs:
             return None
         if index not in self._scored:
-            self._scored[index] = ScoredTokens(self.tokenizer, self.stop_words)
-        return chat_log_probs(self.tokenizer, self._scored[index].push(output))
+            hidden = None if self.skip_special_tokens else frozenset[int]()
+            self._scored[index] = ScoredTokens(self.tokenizer, self.stop_words, hidden)
+        return chat_log_probs(self.tokenizer, self._scored[index].push(output), self.as_ids)
 
 
 def _chunk(

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from slipstream.server.engine_link.engine import TextOutput
+from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.openai.calls import Document
-from slipstream.server.openai.errors import ApiError
+from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import Fields
 from slipstream.server.openai.generation import CallAnswers
+from slipstream.server.openai.log_probs import TokenFormat, prompt_log_probs
+from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.version import VERSION
 
 DONE = b"data: [DONE]\n\n"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{0,64}")
 FINGERPRINT = f"slipstream-{VERSION}"
 
 
@@ -34,16 +39,62 @@ class ChoiceWriter(Protocol):
     def ending(self, index: int, choice: Completion) -> Document: ...
 
 
+@dataclass(frozen=True)
+class TokenReport:
+    """The tokens that a response has beside its texts, in vLLM's format."""
+
+    form: TokenFormat
+    prompts: Sequence[list[int]]
+    log_probs: int | None  # most likely tokens to report for each prompt token; None: no scores
+    ids: bool  # the token ids of prompts and answers
+    in_choices: bool  # the choices have what belongs to the prompt; otherwise, the response has it
+
+    def prompt_members(self, prompt: int, completion: Completion) -> Document:
+        members: Document = {}
+        tokens = self.prompts[prompt]
+        if self.log_probs is not None:
+            members["prompt_logprobs"] = prompt_log_probs(
+                self.form, tokens, completion.scores, self.log_probs
+            )
+        if self.ids:
+            members["prompt_token_ids"] = tokens
+        return members
+
+
+def token_report(
+    fields: Fields, tokenizer: Tokenizer, texts: Sequence[TextRequest], in_choices: bool
+) -> TokenReport | None:
+    """Return the report that a request asks for, if it asks for any."""
+    log_probs = fields.prompt_logprobs
+    ids = bool(fields.return_token_ids)
+    if log_probs is None and not ids:
+        return None
+    prompts = [list(text.prompt) for text in texts if not isinstance(text.prompt, str)]
+    return TokenReport(TokenFormat(tokenizer), prompts, log_probs, ids, in_choices)
+
+
 class ChoicesWriter:
     """Writes one call's answers. All parts of events but the choices are encoded once."""
 
     def __init__(
-        self, identity: str, model: str, choice_writer: ChoiceWriter, include_usage: bool
+        self,
+        identity: str,
+        model: str,
+        choice_writer: ChoiceWriter,
+        include_usage: bool,
+        usage_so_far: bool = False,
+        report: TokenReport | None = None,
     ) -> None:
-        """`include_usage`: a stream ends with a chunk for the usage."""
+        """`include_usage`: a stream ends with a chunk for the usage.
+
+        `usage_so_far`: every chunk has the usage of its choice.
+        """
         self.id = identity
         self._choice_writer = choice_writer
         self._include_usage = include_usage
+        self._usage_so_far = usage_so_far
+        self._report = report
+        self._unsent_ids: dict[int, list[int]] = {}  # tokens of each choice, for its next chunk
         self._head: Document = {
             "id": identity,
             "object": choice_writer.object,
@@ -58,25 +109,74 @@ class ChoicesWriter:
 
     @staticmethod
     def create(
-        prefix: str, model: str, choice_writer: ChoiceWriter, fields: Fields
+        prefix: str,
+        model: str,
+        choice_writer: ChoiceWriter,
+        fields: Fields,
+        report: TokenReport | None = None,
     ) -> ChoicesWriter:
         options = fields.stream_options
         include_usage = options is not None and bool(options.include_usage)
-        identity = f"{prefix}-{secrets.token_hex(12)}"
-        return ChoicesWriter(identity, model, choice_writer, include_usage)
+        usage_so_far = include_usage and options is not None and options.continuous_usage_stats
+        identity = f"{prefix}-{_read_request_id(fields) or secrets.token_hex(12)}"
+        return ChoicesWriter(
+            identity, model, choice_writer, include_usage, bool(usage_so_far), report
+        )
 
     def whole(self, answers: CallAnswers) -> bytes:
-        choices = [
-            self._choice_writer.whole(index, choice) for index, choice in enumerate(answers.choices)
-        ]
-        return msgspec.json.encode({**self._head, "choices": choices, "usage": answers.usage()})
+        returned = answers.returned_choices()
+        choices = [self._choice_writer.whole(*pair) for pair in enumerate(returned)]
+        members = self._add_tokens(choices, returned)
+        return msgspec.json.encode(
+            {**self._head, "choices": choices, "usage": answers.usage(), **members}
+        )
+
+    def _add_tokens(self, choices: list[Document], returned: Sequence[Completion]) -> Document:
+        """Add the tokens of the report to choices; return those that belong to the response."""
+        if self._report is None:
+            return {}
+        for index, choice in enumerate(returned):
+            if self._report.ids:
+                choices[index]["token_ids"] = choice.tokens
+            if self._report.in_choices:
+                prompt = index * len(self._report.prompts) // len(returned)
+                choices[index] |= self._report.prompt_members(prompt, choice)
+        return {} if self._report.in_choices else self._report.prompt_members(0, returned[0])
 
     def events(self, answers: CallAnswers, index: int, output: TextOutput) -> bytes:
+        if self._report is not None or self._usage_so_far:
+            return self._extended_events(answers, index, output)
         events = [
             self._begin + msgspec.json.encode(choice) + self._end
             for choice in self._choices(answers, index, output)
         ]
         return b"".join(events)
+
+    def _extended_events(self, answers: CallAnswers, index: int, output: TextOutput) -> bytes:
+        """Return events with the usage so far, or with the tokens of the report."""
+        first = index not in self._opened
+        choices = list(self._choices(answers, index, output))
+        end = self._end
+        if self._usage_so_far:
+            usage = msgspec.json.encode(answers.usage_so_far(index))
+            end = b'],"usage":' + usage + b"}\n\n"
+        ends = [end] * len(choices)
+        if self._report is not None and self._report.ids:
+            unsent = self._unsent_ids.setdefault(index, [])
+            unsent += output.tokens
+            if choices:
+                choices[0]["token_ids"] = self._unsent_ids.pop(index)
+        if self._report is not None and first and choices:
+            prompt = index // answers.answers
+            members = self._report.prompt_members(prompt, answers.choices[index])
+            if self._report.in_choices:
+                choices[0] |= members
+            else:
+                ends[0] = b"]," + msgspec.json.encode(members)[1:-1] + end[1:]
+        encoded = map(msgspec.json.encode, choices)
+        return b"".join(
+            [self._begin + choice + tail for choice, tail in zip(encoded, ends, strict=True)]
+        )
 
     def _choices(self, answers: CallAnswers, index: int, output: TextOutput) -> Iterator[Document]:
         if index not in self._opened:
@@ -97,3 +197,12 @@ class ChoicesWriter:
 
     def failure(self, problem: ApiError) -> bytes:
         return b"data: " + problem.body() + b"\n\n"
+
+
+def _read_request_id(fields: Fields) -> str:
+    given = fields.request_id or ""
+    if not _REQUEST_ID.fullmatch(given):
+        raise field_error(
+            "request_id", "must be at most 64 letters, digits, and the characters _.:-"
+        )
+    return given

@@ -32,6 +32,7 @@ _PROBLEMS = {
     "401": "The key is missing or wrong",
     "404": "No such model",
     "429": "The queue is full",
+    "500": "The server failed",
     "503": "Shutting down or restarting",
 }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import math
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,16 +22,26 @@ class CallAnswers:
     model: OpenAIModel
     requests: Sequence[InferRequest]
     answers: int  # number of answers to each prompt
+    returned: int | None = None  # number of answers to each prompt that are returned; None: all
+    prompts_only: bool = False  # prompts are scored, and what is generated is dropped
     choices: list[Completion] = field(init=False)
+    # outputs that wait for the scores of their prompt, which come with its first answer
+    _waiting: dict[int, list[tuple[int, TextOutput]]] = field(init=False)
 
     def __post_init__(self) -> None:
         count = len(self.requests) * self.answers
         self.choices = [Completion() for _ in range(count)]
+        texts = [request.text for request in self.requests]
+        self._waiting = {
+            number * self.answers: []
+            for number, text in enumerate(texts)
+            if text is not None and text.sampling.prompt_log_probs
+        }
 
     async def outputs(self) -> AsyncGenerator[tuple[int, TextOutput], None]:
         """Yield each new output with the index of its choice.
 
-        Raises the first InferenceError. Closing the generator cancels the running requests.
+        The outputs of scored prompts all have the scores, and none comes before them. Raises the first InferenceError. Closing the generator cancels the running requests.
         """
         async with AsyncExitStack() as stack:
             infer = self.model.entry.model.infer
@@ -46,22 +57,74 @@ class CallAnswers:
                     raise response.error
                 if (output := response.text_output) is not None:
                     index = prompt * self.answers + output.sequence
+                    if self.prompts_only:
+                        _drop_tokens(output)
                     self.choices[index].add(output)
-                    yield index, output
+                    for ready in self._with_prompt_scores(index, output):
+                        yield ready
+
+    def _with_prompt_scores(
+        self, index: int, output: TextOutput
+    ) -> Iterator[tuple[int, TextOutput]]:
+        first = index - index % self.answers
+        if first not in self._waiting:
+            if output.scores is None and self.choices[first].scores.prompt_log_probs:
+                output.scores = self.choices[first].scores
+            yield index, output
+            return
+        self._waiting[first].append((index, output))
+        scored = self.choices[first]
+        if not scored.tokens and not scored.finish_reason:
+            return
+        waiting = self._waiting.pop(first)
+        for place in range(first, first + self.answers):
+            self.choices[place].scores = scored.scores
+        for index, output in waiting:
+            output.scores = scored.scores
+            yield index, output
+
+    def returned_choices(self) -> list[Completion]:
+        """Return the answers that the client gets: all, or the likeliest ones to each prompt."""
+        if self.returned is None or self.returned == self.answers:
+            return self.choices
+        chosen: list[Completion] = []
+        for first in range(0, len(self.choices), self.answers):
+            group = self.choices[first : first + self.answers]
+            chosen += sorted(group, key=_mean_log_prob, reverse=True)[: self.returned]
+        return chosen
 
     def usage(self) -> dict[str, Any]:
         # A prompt is counted once, whatever the number of its answers.
-        firsts = self.choices[:: self.answers]
-        prompt = sum(choice.prompt_tokens for choice in firsts)
-        completion = sum(len(choice.tokens) for choice in self.choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(choice.cached_tokens for choice in firsts)
-            },
-        }
+        return _usage(self.choices[:: self.answers], self.choices)
+
+    def usage_so_far(self, index: int) -> dict[str, Any]:
+        """Return the usage of one answer to one prompt, up to now."""
+        return _usage([self.choices[index]], [self.choices[index]])
+
+
+def _usage(prompts: Sequence[Completion], answers: Sequence[Completion]) -> dict[str, Any]:
+    prompt = sum(choice.prompt_tokens for choice in prompts)
+    completion = sum(len(choice.tokens) for choice in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in prompts)},
+    }
+
+
+def _drop_tokens(output: TextOutput) -> None:
+    output.tokens = []
+    output.text = ""
+    output.log_probs = None
+    output.top_log_probs = None
+    if output.finish_reason == "stop":
+        output.finish_reason = "length"  # no token was allowed
+
+
+def _mean_log_prob(choice: Completion) -> float:
+    """Return the mean log-probability of an answer's tokens. An empty answer is the least likely."""
+    return sum(choice.log_probs) / len(choice.log_probs) if choice.log_probs else -math.inf
 
 
 def infer_request(

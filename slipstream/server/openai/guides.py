@@ -156,7 +156,7 @@ def _tag_structures(name: str, tags: Any) -> Iterator[dict[str, Any]]:
             name, "must have the type triggered_tags, without at_least_one and stop_after_first"
         )
     for number, tag in enumerate(tags["tags"]):
-        content = tag.get("content") if _is_object(tag) else None
+        content: Any = tag.get("content") if _is_object(tag) else None
         if not _is_object(content) or content.get("type") != "json_schema":
             raise field_error(f"{name}.tags[{number}].content.type", "must be json_schema")
         yield {

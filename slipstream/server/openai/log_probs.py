@@ -182,8 +182,8 @@ class CompletionLogProbs:
     `text_offset` is the position in the text where each token starts.
     """
 
-    def __init__(self, form: TokenFormat, top: bool) -> None:
-        """`top`: report the most likely tokens, too."""
+    def __init__(self, form: TokenFormat, top: int) -> None:
+        """`top`: number of the most likely tokens to report, too."""
         self._form = form
         self._top = top
         self._position = _TextPosition(form)
@@ -195,7 +195,7 @@ class CompletionLogProbs:
             offsets.append(self._position.value)
             self._position.advance_in_prompt(token, text)
         self._position.begin_answer(len(text))
-        return self._document(prompt_scores(tokens, scores), offsets)
+        return self._document(prompt_scores(tokens, scores, self._top), offsets)
 
     def document(self, scored: Sequence[Scored]) -> dict[str, Any]:
         offsets = []
@@ -222,25 +222,31 @@ class CompletionLogProbs:
         return likely | {self._form.name(token): _finite(value)}
 
 
-def prompt_scores(tokens: Sequence[int], scores: Scores) -> list[Scored]:
-    """Return the tokens of a prompt with their log-probabilities. The first one has none."""
+def prompt_scores(tokens: Sequence[int], scores: Scores, top: int) -> list[Scored]:
+    """Return the tokens of a prompt with their log-probabilities, and with the `top` most likely
+    ones. The first token has none.
+    """
     tops: Iterable[TopTokens] = scores.top_prompt_log_probs or [[] for _ in tokens[1:]]
-    scored = zip(tokens[1:], scores.prompt_log_probs, tops, strict=True)
+    shown = [likely[:top] for likely in tops]
+    scored = zip(tokens[1:], scores.prompt_log_probs, shown, strict=True)
     return [(tokens[0], None, None), *scored]
 
 
-def prompt_log_probs(form: TokenFormat, tokens: Sequence[int], scores: Scores) -> list[Any]:
+def prompt_log_probs(
+    form: TokenFormat, tokens: Sequence[int], scores: Scores, top: int
+) -> list[Any]:
     """Return the log-probabilities of a prompt in vLLM's format: for each token but the first, the
     token itself and the most likely ones, with their ranks.
     """
     ranks = [0, *scores.prompt_ranks]
     documents: list[Any] = []
-    for (token, value, top), rank in zip(prompt_scores(tokens, scores), ranks, strict=True):
-        if value is None or top is None:
+    scored = prompt_scores(tokens, scores, top)
+    for (token, value, likely), rank in zip(scored, ranks, strict=True):
+        if value is None or likely is None:
             documents.append(None)
             continue
         entries = {str(token): _ranked(form, token, value, rank)}
-        for place, (other, score) in enumerate(top):
+        for place, (other, score) in enumerate(likely):
             entries.setdefault(str(other), _ranked(form, other, score, place + 1))
         documents.append(entries)
     return documents

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.engine.sampling_params import Guide, SamplingParams
-from slipstream.request_fields.field import Field, Range, Words
+from slipstream.request_fields.field import LARGEST_INT, Field, Range, Words
 from slipstream.request_fields.table import COPIED, number_range, word_bounds
 from slipstream.server.engine_link.engine import AdapterUse, TextRequest
 from slipstream.server.kserve.tensors import single
 from slipstream.server.openai.errors import field_error
-from slipstream.server.openai.fields import CompletionFields, Fields
+from slipstream.server.openai.fields import Fields
 from slipstream.server.openai.models import OpenAIModel
 
 _SEEDS = 2**64
@@ -33,15 +33,16 @@ def check_bound(name: str, value: float, bound: Range) -> None:
         raise field_error(name, problem if too_long_to_print else f"{problem}, got {value}")
 
 
-def read_n(fields: Fields, prompts: int = 1) -> int:
+def read_n(fields: Fields, prompts: int = 1, name: str = "n") -> int:
     """Return the number of answers to each prompt. Their total is bounded, too."""
-    count = 1 if fields.n is None else fields.n
+    given: int | None = getattr(fields, name)
+    count = 1 if given is None else given
     bound = number_range("num_return_sequences")
-    check_bound("n", count, bound)
+    check_bound(name, count, bound)
     assert bound.high is not None
     if count * prompts > bound.high:
         problem = f"times the number of prompts must be at most {bound.high:g}"
-        raise field_error("n", f"{problem}, got {count * prompts}")
+        raise field_error(name, f"{problem}, got {count * prompts}")
     return count
 
 
@@ -58,8 +59,43 @@ def read_top_log_probs(name: str, value: int | None) -> int:
     return value
 
 
+def read_prompt_log_probs(fields: Fields) -> int | None:
+    """Return how many of the most likely tokens to report for each prompt token. None: no scores."""
+    count = fields.prompt_logprobs
+    if count is None:
+        return None
+    if fields.stream:
+        raise field_error("prompt_logprobs", "cannot be combined with stream")
+    return read_top_log_probs("prompt_logprobs", count)
+
+
+def read_priority(fields: Fields) -> int:
+    """Return the priority of a request. Lower ones run first, and 0 is the default."""
+    priority = fields.priority or 0
+    check_bound("priority", priority, Range(-LARGEST_INT, LARGEST_INT))
+    return priority
+
+
+def _read_allowed_tokens(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    given = fields.allowed_token_ids
+    if given is None:
+        return ()
+    if not given:
+        raise field_error("allowed_token_ids", "must hold at least one token")
+    for token in given:
+        check_bound("allowed_token_ids", token, Range(0, vocab_size - 1))
+    return tuple(dict.fromkeys(given))
+
+
 def read_stop_words(fields: Fields) -> list[str]:
     return _read_words("stop", fields.stop, word_bounds("stop_words"))
+
+
+def skips_special_tokens(fields: Fields, model: OpenAIModel) -> bool:
+    """Return whether the text leaves special tokens out. The default is the model's."""
+    if fields.skip_special_tokens is None:
+        return model.text.engine.model.skip_special_tokens
+    return fields.skip_special_tokens
 
 
 def _read_stop_ids(fields: Fields, model: OpenAIModel) -> list[int]:
@@ -70,7 +106,8 @@ def _read_stop_ids(fields: Fields, model: OpenAIModel) -> list[int]:
         raise field_error("stop_token_ids", f"must hold at most {limit} tokens, got {len(tokens)}")
     for token in tokens:
         check_bound("stop_token_ids", token, Range(0, model.vocab_size - 1))
-    if fields.include_stop_str_in_output and not model.tokenizer.special_ids.issuperset(tokens):
+    hidden = model.tokenizer.special_ids if skips_special_tokens(fields, model) else frozenset()
+    if fields.include_stop_str_in_output and not hidden.issuperset(tokens):
         raise field_error(
             "include_stop_str_in_output",
             "cannot show a token of stop_token_ids: give its text as stop",
@@ -110,6 +147,8 @@ def build_text_request(
         bad_words=_read_words("bad_words", fields.bad_words, word_bounds("bad_words")),
         show_stop_word=bool(fields.include_stop_str_in_output),
         ignore_end=bool(fields.ignore_eos),
+        skip_special_tokens=skips_special_tokens(fields, model),
+        priority=-read_priority(fields),
         cache_salt="".join(_read_words("cache_salt", fields.cache_salt, word_bounds("cache_salt"))),
     )
 
@@ -124,13 +163,18 @@ def sampling_params(
 ) -> SamplingParams:
     if fields.seed is not None:
         check_bound("seed", fields.seed, _SEED)
+    top_prompt_log_probs = read_prompt_log_probs(fields)
     return SamplingParams(
         **{field.parameter: _read_value(field, getattr(fields, field.openai)) for field in _COPIED},
         max_tokens=max_tokens,
         seed=secrets.randbits(64) if fields.seed is None else fields.seed % _SEEDS,
         logit_bias=_read_logit_bias(fields.logit_bias or {}, vocab_size),
+        allowed_tokens=_read_allowed_tokens(fields, vocab_size),
         log_probs=log_probs,
         top_log_probs=top_log_probs,
+        prompt_log_probs=top_prompt_log_probs is not None,
+        top_prompt_log_probs=top_prompt_log_probs or 0,
+        prompt_ranks=top_prompt_log_probs is not None,
         guide=guide,
     )
 

@@ -58,7 +58,9 @@ class CallService:
             infer_request(call.model, text, call.id, trace)
             for text, trace in zip(call.texts, traces, strict=True)
         ]
-        answers = CallAnswers(call.model, requests, call.texts[0].sequences)
+        answers = CallAnswers(
+            call.model, requests, call.texts[0].sequences, call.returned, call.prompts_only
+        )
         try:
             if call.send is not None:
                 await call.send(answers, exchange)
@@ -75,7 +77,10 @@ async def answer_whole(call: Call, answers: CallAnswers, exchange: Exchange) -> 
         async for _ in arrivals:
             pass
     scores = sum(
-        len(choice.log_probs) + sum(map(len, choice.top_log_probs)) for choice in answers.choices
+        len(choice.log_probs)
+        + sum(map(len, choice.top_log_probs))
+        + len(choice.scores.prompt_log_probs) * (1 + call.texts[0].sampling.top_prompt_log_probs)
+        for choice in answers.choices
     )
     body = await in_thread_if_long(scores, call.writer.whole, answers)
     await exchange.respond(200, body, JSON, ignored_header(call.ignored))

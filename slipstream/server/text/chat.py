@@ -99,9 +99,7 @@ def _before_mark(rendered: str, mark: str) -> str:
     return rendered[:end].rstrip()  # the template trims the ends of messages
 
 
-def encode_chat(
-    tokenizer: Tokenizer, rendered: str, add_special_tokens: bool = False
-) -> list[int]:
+def encode_chat(tokenizer: Tokenizer, rendered: str, add_special_tokens: bool = False) -> list[int]:
     """Return the tokens of a rendered conversation, which usually has its special tokens already."""
     return tokenizer.encode(rendered, add_special_tokens)
 
@@ -131,17 +129,17 @@ def _render(template: str, named_tokens: Mapping[str, str], variables: Mapping[s
     try:
         return render(template, {**named_tokens, **variables})
     except RaisedByTemplate as problem:
-        raise ChatError(f"the chat template failed: {_reason(problem)}") from problem
+        raise ChatError(f"the chat template {_explain(problem)}") from problem
     except Exception as problem:  # a template may fail like any program
         if fault := _template_fault(template, tuple(sorted(named_tokens.items()))):
             raise BrokenTemplate(fault) from problem
-        raise ChatError(_explain(problem)) from problem
+        raise ChatError(f"the chat template {_explain(problem)}") from problem
 
 
 # Conversations that a chat template must be able to render, or refuse in its own words.
-_PLAIN_CONVERSATIONS: Sequence[Sequence[Message]] = (
-    ({"role": "user", "content": "Hello"},),
-    ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}),
+_PLAIN_CONVERSATIONS: Sequence[list[Message]] = (
+    [{"role": "user", "content": "Hello"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
 )
 
 
@@ -156,25 +154,19 @@ def _template_fault(template: str, named_tokens: Sequence[tuple[str, str]]) -> s
         except RaisedByTemplate:
             return ""
         except Exception as problem:  # a template may fail like any program
-            reason = f"the chat template of this model is broken: {_explain(problem)}"
+            reason = f"the chat template of this model {_explain(problem)}"
         else:
             return ""
-    logger.error(
-        "%s; correct chat_template in the tokenizer's folder, and reload the model", reason
-    )
-    return reason
+    logger.error("%s: correct it in the tokenizer's folder, and load the model again", reason)
+    return f"{reason.rstrip('.')}: this is an error of the server, not of the request"
 
 
 def _explain(problem: Exception) -> str:
     match problem:
         case BudgetExceeded():
-            return f"the chat template exceeds its limits: {problem.message}"
+            return f"exceeds its limits: {problem.message}"
         case TemplateSyntaxError():
-            return f"the chat template is not valid at line {problem.lineno}: {problem.message}"
+            return f"is not valid at line {problem.lineno}: {problem.message}"
         case RecursionError():
-            return "the chat template exceeds its limits: endless recursion"
-    return f"the chat template failed: {_reason(problem)}"
-
-
-def _reason(problem: Exception) -> str:
-    return " ".join(str(problem).split()) or type(problem).__name__
+            return "exceeds its limits: endless recursion"
+    return f"failed: {' '.join(str(problem).split()) or type(problem).__name__}"
