@@ -93,6 +93,8 @@ def test_a_documented_request_is_answered(server: RealServer, guide: str, comman
         assert json.loads(body)["text_output"]
     elif "/v1/chat" in command:
         assert json.loads(body)["choices"][0]["message"]["content"]
+    elif "/v1/completions" in command:
+        assert json.loads(body)["choices"][0]["text"]
     elif "/v1/responses" in command:
         assert json.loads(body)["output"][0]["content"][0]["text"]
     elif "/v1/messages" in command:
