@@ -212,6 +212,7 @@ def _server_options(given: Namespace) -> ServerOptions:
         grpc_settings={"transport": given.grpc_transport},
         metrics=_port(given, "metrics"),
         http_metrics=given.http_metrics or given.frontend == "openai",
+        embedding_pooling=given.embeddings or "",
         exit_timeout_seconds=given.exit_timeout_secs,
         access=access,
         allow_python_models=given.allow_python_models,

@@ -136,6 +136,16 @@ def test_overrides_reach_the_engine_and_its_supervisor(home, served):
     assert (served[0].supervision.silence_seconds, served[0].supervision.start_seconds) == (5, 7)
 
 
+def test_embeddings_and_metrics_on_the_http_port_are_off_by_default(home, served):
+    run_cli(["start", "--repo", "/x"])
+    run_cli(["start", "--repo", "/x", "--embeddings", "mean", "--http-metrics"])
+    found = [(options.embedding_pooling, options.http_metrics) for options in served]
+    assert found == [("", False), ("mean", True)]
+    refused = run_cli(["start", "--repo", "/x", "--embeddings", "max"])
+    assert refused.exit_code == 2
+    assert "choose from" in refused.output
+
+
 def test_without_a_repository_the_default_model_is_imported_first(home, served, imports):
     result = run_cli(["start"])
     assert result.exit_code == 0

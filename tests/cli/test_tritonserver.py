@@ -294,6 +294,12 @@ def test_flags_disable_auto_completion_of_configurations(flags: list[str], compl
     assert options.complete_config is completes
 
 
+@pytest.mark.parametrize(("flags", "served"), [([], False), (["--http-metrics"], True)])
+def test_a_flag_serves_metrics_on_the_http_port(flags: list[str], served: bool) -> None:
+    options = tritonserver.server_options(parse_flags(["--model-repository=/a", *flags]))
+    assert options.http_metrics is served
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
