@@ -87,7 +87,7 @@ def test_bench_serving_sglang_server_info_is_absent(server: TinyServer) -> None:
 
 
 def test_genai_perf_generate(server: TinyServer) -> None:
-    payload = {"text_input": "5", "max_tokens": 5, "stream": True}
+    payload = {"text_input": ["5"], "max_tokens": 5, "stream": True}
     found = events(server, "/v2/models/ensemble/generate_stream", payload)
     assert "".join(event["text_output"] for event in found) == ANSWER
 
@@ -115,9 +115,9 @@ def grpc_inputs(streaming: bool) -> list[grpcclient.InferInput]:
     values = {
         "text_input": numpy.array([[b"5"]], dtype=object),
         "max_tokens": numpy.array([[5]], dtype=numpy.int32),
-        "min_length": numpy.array([[5]], dtype=numpy.int32),
+        "exclude_input_in_output": numpy.array([[True]]),
     }
-    types = {"text_input": "BYTES", "max_tokens": "INT32", "min_length": "INT32"}
+    types = {"text_input": "BYTES", "max_tokens": "INT32", "exclude_input_in_output": "BOOL"}
     if streaming:
         values["stream"] = numpy.array([[True]])
         types["stream"] = "BOOL"

@@ -107,8 +107,7 @@ def test_prompt_precedes_the_text_unless_it_is_excluded(start: Start, model: str
 
 
 def test_request_may_override_whether_the_prompt_is_included(start: Start) -> None:
-    field = '{ name: "exclude_input_in_output" data_type: TYPE_BOOL dims: [ 1 ] optional: true },'
-    server = start(edits=(("llama", "input [", f"input [ {field}"),))
+    server = start()
     assert server.generate("llama", text_input="abc", max_tokens=2)["text_output"] == "ab"
     included = server.generate(
         "llama", text_input="abc", max_tokens=2, exclude_input_in_output=False

@@ -7,7 +7,6 @@ from pathlib import Path
 from slipstream.repository.templates import fill, template
 
 FLAGS = (
-    "exclude_input_in_output",
     "return_finish_reason",
     "return_num_input_tokens",
     "return_num_output_tokens",
