@@ -16,7 +16,7 @@ MIN_TEMPERATURE = 1e-6
 class Guide:
     """A grammar that the whole output must match."""
 
-    kind: str  # json, json_schema, regex, ebnf_grammar, structural_tag or choice
+    kind: str  # json, json_schema, regex, ebnf_grammar, structural_tag, choice or composed
     text: str  # the schema, the expression, …; a JSON list of strings for choice
 
 

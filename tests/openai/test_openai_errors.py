@@ -96,7 +96,6 @@ BOTH = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
 ]
 CHAT = [
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"modalities": ["text", "audio"]}, "modalities"),
@@ -158,6 +157,7 @@ CHAT = [
     ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
 ]
 COMPLETIONS = [
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"suffix": "end"}, "suffix"),
     ({"n": 2, "best_of": 1}, "best_of"),
     ({"best_of": 129, "stream": False}, "best_of"),

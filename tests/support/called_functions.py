@@ -1,16 +1,17 @@
-"""Tools, chat templates of both call formats, and helpers for the tests of both."""
+"""Tools, and helpers for the tests of calls."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slipstream.engine.constraints.guided import Guided, Guides
 from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.sampling_params import Guide
 from slipstream.server.engine_link.engine import TextOutput
-from slipstream.server.openai.parts import CallArguments, CallStart, Part, PartReader
+from slipstream.server.openai.models import OpenAIModel
+from slipstream.server.openai.parts import CallArguments, CallStart, PartReader, Reasoning
 
 MESSAGES: Any = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {
@@ -29,21 +30,6 @@ TOOLS: Any = [
     },
     {"type": "function", "function": {"name": "now"}},
 ]
-MARKED_TEMPLATE = (
-    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }}: {{ tool.function.parameters | length }}\n"
-    '{% if loop.last %}Call <tool_call>{"name": N, "arguments": A}</tool_call>\n{% endif %}{% endfor %}'
-    "{% for message in messages %}[{{ message.role }}] {{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
-    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-BARE_TEMPLATE = (
-    '{{ bos_token }}{% if tools %}{{ \'Say {"name": N, "parameters": P}.\' }}'
-    "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
-    "{% for message in messages %}[{{ message.role }}] {% if message.tool_calls %}"
-    "{% set call = message.tool_calls[0].function %}{{ '{\"name\": \"' + call.name + '\", ' }}{{ '\"parameters\": ' }}"
-    "{{ call.arguments | tojson }}{{ '}' }}{% else %}{{ message.content }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
 
 
 def called_by(serving, monkeypatch, template: str):
@@ -75,9 +61,13 @@ def prompt_ids(serving, messages, tools=TOOLS) -> list[int]:
     )
 
 
-def replace_answers(serving, monkeypatch, pieces: list[str]) -> list[Any]:
-    """Replace the model's answers by these pieces. Return the list of the requests it gets."""
+def replace_answers(serving, monkeypatch, pieces: Sequence[str], reason: str = "stop") -> list[Any]:
+    """Replace the model's answers by these pieces. Return the list of the requests it gets.
+
+    Prompts may be longer than the model's context.
+    """
     requests = []
+    monkeypatch.setattr(OpenAIModel, "longest_prompt", 4096)
 
     async def generate(request):
         requests.append(request)
@@ -85,7 +75,7 @@ def replace_answers(serving, monkeypatch, pieces: list[str]) -> list[Any]:
             yield TextOutput(
                 [5],
                 text=piece,
-                finish_reason="stop" if number == len(pieces) - 1 else "",
+                finish_reason=reason if number == len(pieces) - 1 else "",
                 prompt_tokens=9,
             )
 
@@ -106,50 +96,68 @@ def streamed_calls(chunks: list[Any]) -> list[tuple[int, str, str]]:
 def check_read(new_reader: Callable[[], PartReader], text: str, parts: list[Any]) -> None:
     """Check that a text is read as these parts, whole and letter by letter.
 
-    A call is compared as its name and arguments.
+    Pieces of one part are joined. A call is a tuple of its name and arguments, and reasoning a set.
     """
+    assert read_parts(new_reader(), [text]) == parts
+    assert read_parts(new_reader(), list(text)) == parts
 
-    def comparable(found: list[Part]) -> list[Any]:
-        joined: list[Any] = []
-        for part in found:
-            if isinstance(part, CallStart):
+
+def read_parts(reader: PartReader, pieces: Sequence[str]) -> list[Any]:
+    found = [part for piece in pieces for part in reader.push(piece)]
+    found += reader.push("", last=True)
+    assert reader.calls == sum(isinstance(part, CallStart) for part in found)
+    joined: list[Any] = []
+    for part in found:
+        assert part not in ("", Reasoning("")), found
+        last = joined[-1] if joined else None
+        match part:
+            case CallStart():
                 joined.append((part.name, ""))
-            elif isinstance(part, CallArguments):
+            case CallArguments():
                 name, arguments = joined.pop()
                 joined.append((name, arguments + part.text))
-            else:
-                joined.append(part)
-        return [
-            (part[0], json.loads(part[1])) if isinstance(part, tuple) else part for part in joined
-        ]
-
-    assert comparable(list(new_reader().push(text, last=True))) == parts
-    reader = new_reader()
-    bits = comparable(
-        [part for letter in text for part in reader.push(letter)] + list(reader.push("", last=True))
-    )
-    assert "".join(part for part in bits if isinstance(part, str)) == "".join(
-        part for part in parts if isinstance(part, str)
-    )
-    assert [part for part in bits if not isinstance(part, str)] == [
-        part for part in parts if not isinstance(part, str)
-    ]
+            case Reasoning():
+                if isinstance(last, set):
+                    part = Reasoning(joined.pop().pop() + part.text)
+                joined.append({part.text})
+            case str():
+                joined.append(joined.pop() + part if isinstance(last, str) else part)
+    return joined
 
 
 class GuidedText:
-    """A guide over a vocabulary in which every ASCII letter is a token."""
+    """A guide over a vocabulary in which every byte is a token, and so is each special text."""
 
-    def __init__(self, guide: Guide) -> None:
-        letters = [bytes([code]) for code in range(128)]
-        self._guided: Guided = Guides(Vocabulary(letters, frozenset(), False)).open(guide, [])
+    def __init__(self, guide: Guide, special: Sequence[str] = ()) -> None:
+        self._special = {text: 256 + number for number, text in enumerate(special)}
+        texts = [*[bytes([code]) for code in range(256)], *[text.encode() for text in special]]
+        self._end = len(texts)
+        vocabulary = Vocabulary([*texts, b"<end>"], frozenset(range(256, self._end + 1)), False)
+        self._guided: Guided = Guides(vocabulary).open(guide, [self._end])
+
+    def _encode(self, text: str) -> list[int]:
+        if not self._special:
+            return list(text.encode())
+        tokens: list[int] = []
+        for piece in re.split("(" + "|".join(map(re.escape, self._special)) + ")", text):
+            tokens += [self._special[piece]] if piece in self._special else piece.encode()
+        return tokens
+
+    def _allows(self, tokens: list[int]) -> bool:
+        mask = int.from_bytes(self._guided.mask(tokens[:-1]), "little")
+        return bool(mask >> tokens[-1] & 1)
 
     def allows(self, text: str) -> bool:
         """Return whether the last letter is allowed after the others."""
-        mask = int.from_bytes(self._guided.mask(list(text[:-1].encode())), "little")
-        return bool(mask >> ord(text[-1]) & 1)
+        return self._allows(self._encode(text))
 
     def allows_each_letter(self, text: str) -> bool:
-        return all(self.allows(text[: end + 1]) for end in range(len(text)))
+        tokens = self._encode(text)
+        return all(self._allows(tokens[: end + 1]) for end in range(len(tokens)))
+
+    def may_end(self, text: str) -> bool:
+        """Return whether the answer may end after the text."""
+        return self._allows([*self._encode(text), self._end])
 
     def complete(self, text: str) -> bool:
-        return self._guided.complete(list(text.encode()))
+        return self._guided.complete(self._encode(text))

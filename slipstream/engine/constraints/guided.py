@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,14 @@ from slipstream.engine.request import Revision
 from slipstream.engine.sampling_params import Guide
 
 KINDS = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag", "choice")
+# A Lark grammar that refers to other guides as @name. The server builds it; clients cannot send it.
+COMPOSED = "composed"
 NOT_INSTALLED = "guided decoding needs the library llguidance: pip install 'slipstream[guided]'"
 # prefix of the engine's error messages that a guide caused
 FIELD = "guided_decoding_guide: "
 LONGEST_GUIDE = 1 << 20  # bytes
 _NO_TOKEN_ALLOWED = "NoExtensionBias"  # the library's error text
+_NO_TOKEN_IDS = "no tokenizer"  # the library's warning: token ids are checked by the engine
 _CACHED_GRAMMARS = 64
 # tokens before a new one that are tokenised again with it
 _WINDOW_TOKENS = 8
@@ -47,6 +50,7 @@ def check_guide(guide: Guide) -> None:
     library = _library()
     grammar = _grammar(library, guide)
     wrong, messages = library.LLMatcher.validate_grammar_with_warnings(grammar)
+    messages = [message for message in messages if not message.startswith(_NO_TOKEN_IDS)]
     if wrong or messages:
         raise GuideError(f"cannot be enforced: {_one_line('; '.join(messages))}")
 
@@ -286,6 +290,8 @@ def _grammar(library: Any, guide: Guide) -> str:
             return _tag_grammar(library, guide.text)
         if guide.kind == "choice":
             return str(library.grammar_from("choice", json.dumps(_choices(guide.text))))
+        if guide.kind == COMPOSED:
+            return _composed_grammar(library, guide.text)
     except GuideError:
         raise
     except (
@@ -303,7 +309,7 @@ def _json_grammar(library: Any, guide: Guide) -> str:
     schema = json.loads(guide.text) if guide.kind == "json_schema" else {"type": "object"}
     if not isinstance(schema, dict | bool):
         raise GuideError("a JSON schema is an object, or true")
-    _check_counts(schema)
+    check_counts(schema)
     options = {
         "lenient": False,
         "coerce_one_of": False,
@@ -313,7 +319,7 @@ def _json_grammar(library: Any, guide: Guide) -> str:
     return str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
 
 
-def _check_counts(schema: Any) -> None:
+def check_counts(schema: Any) -> None:
     """Refuse minProperties where the library would count a repeated property twice, which JSON
     readers do not.
     """
@@ -344,7 +350,7 @@ def _tag_grammar(library: Any, text: str) -> str:
     triggers = document["triggers"]
     tags = []
     for structure in document["structures"]:
-        _check_counts(structure["schema"])
+        check_counts(structure["schema"])
         trigger = next(
             (trigger for trigger in triggers if structure["begin"].startswith(trigger)), None
         )
@@ -359,6 +365,25 @@ def _tag_grammar(library: Any, text: str) -> str:
             )
         )
     return str(library.StructTag.to_grammar(tags, assume_special=False))
+
+
+def compose(lark: str, guides: Mapping[str, Guide]) -> Guide:
+    """Return a guide that is a Lark grammar. It refers to the other guides as @name."""
+    parts = {name: [guide.kind, guide.text] for name, guide in guides.items()}
+    return Guide(COMPOSED, json.dumps({"lark": lark, "guides": parts}))
+
+
+def _composed_grammar(library: Any, text: str) -> str:
+    document = json.loads(text)
+    grammars = [{"name": COMPOSED, "lark_grammar": document["lark"]}]
+    for name, (kind, part) in document["guides"].items():
+        grammar = _grammar(library, Guide(kind, part))
+        if grammar.startswith("{"):
+            (described,) = json.loads(grammar)["grammars"]
+            grammars.append({**described, "name": name})
+        else:
+            grammars.append({"name": name, "lark_grammar": grammar})
+    return json.dumps({"grammars": grammars})
 
 
 def _choices(text: str) -> list[str]:

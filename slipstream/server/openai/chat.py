@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 
+from slipstream.engine.constraints.guided import GuideError, check_guide
+from slipstream.engine.sampling_params import Guide
 from slipstream.request_fields.field import LARGEST_INT
 from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.generation_outputs import Completion
+from slipstream.server.openai.answer_format import AnswerFormat, find_answer_format
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.choices import ChoicesWriter, token_report
-from slipstream.server.openai.errors import field_error
+from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import ChatFields, read_fields
 from slipstream.server.openai.generation import finish_reason
 from slipstream.server.openai.guides import read_guide
@@ -23,7 +26,6 @@ from slipstream.server.openai.parts import (
     CallStart,
     Part,
     PartReader,
-    PlainReader,
     Reasoning,
     ToolCall,
     WholeMessage,
@@ -37,7 +39,6 @@ from slipstream.server.openai.sampling import (
     read_top_log_probs,
     sampling_params,
 )
-from slipstream.server.openai.tools.call_reader import call_reader
 from slipstream.server.openai.tools.request import read_tools
 from slipstream.server.text.messages import unknown_fields
 from slipstream.server.text.threads import in_thread_if_long
@@ -88,24 +89,41 @@ async def prepare_chat(fields: ChatFields, body_bytes: int, model: OpenAIModel) 
     top_log_probs = read_top_log_probs("top_logprobs", fields.top_logprobs)
     if top_log_probs and not log_probs:
         raise field_error("top_logprobs", "needs logprobs to be true")
-    guided_by, guide = read_guide(fields)
-    tools = await read_tools(fields, model)
-    if tools is not None:
-        if guide is not None:
-            raise field_error(guided_by, "cannot be combined with tools")
-        guided_by = "tools"
-        guide = tools.guide
-    max_tokens = _max_tokens(fields)
+    guided_by, response_guide = read_guide(fields)
+    tools = read_tools(fields, model.tokenizer)
     sampling = sampling_params(
-        fields, model.vocab_size, max_tokens, log_probs, top_log_probs, guide
+        fields, model.vocab_size, _max_tokens(fields), log_probs, top_log_probs
     )
-    stop_words = [*read_stop_words(fields), *(tools.stop_words if tools else ())]
-    tokens = await chat_tokens(fields, body_bytes, model, tools.shown if tools else None)
+    stop_words = read_stop_words(fields)
+    tokens = await chat_tokens(fields, body_bytes, model, tools.shown, tools.adapt)
+    answers = find_answer_format(
+        tools, model.tokenizer, tokens, text_is_guided=response_guide is not None
+    )
+    if tools.rules is not None:
+        guided_by = "tools"
+    guide = await _answer_guide(answers, response_guide)
     text = build_text_request(
-        fields, tokens, sampling, stop_words, read_n(fields), model, model.adapter()
+        fields,
+        tokens,
+        replace(sampling, guide=guide),
+        stop_words,
+        read_n(fields),
+        model,
+        model.adapter(),
     )
-    new_reader = partial(call_reader, tools.format) if tools else PlainReader
-    return PreparedChat(model, text, new_reader, guided_by, log_probs)
+    text = replace(text, shown_special_ids=answers.shown_ids)
+    return PreparedChat(model, text, answers.new_reader, guided_by, log_probs)
+
+
+async def _answer_guide(answers: AnswerFormat, response: Guide | None) -> Guide | None:
+    """Return the grammar of the answers. Tools are checked here, where the field is known."""
+    try:
+        guide = answers.guide(response)
+        if answers.rules is not None and guide is not None:
+            await asyncio.to_thread(check_guide, guide)
+    except GuideError as error:
+        raise ApiError(f"tools: {error}", "tools") from error
+    return guide
 
 
 def _max_tokens(fields: ChatFields) -> int:
@@ -140,9 +158,11 @@ class ChatChoiceWriter:
         whole = WholeMessage().add(parts)
         message: Document = {
             "role": "assistant",
-            "content": whole.text if whole.text or not whole.calls else None,
+            "content": whole.text or ("" if not whole.calls and not whole.reasoning else None),
             "refusal": None,
         }
+        if whole.reasoning:
+            message["reasoning_content"] = whole.reasoning
         if whole.calls:
             message["tool_calls"] = [call.document() for call in whole.calls]
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from slipstream.request_fields.field import Range
@@ -24,9 +25,13 @@ _MAX_VARIABLE_SIZE = 1024  # characters of a text, bits of a number
 
 
 async def chat_tokens(
-    fields: ChatFields, body_bytes: int, model: OpenAIModel, tools: Tools
+    fields: ChatFields,
+    body_bytes: int,
+    model: OpenAIModel,
+    tools: Tools,
+    adapt: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
 ) -> list[int]:
-    """Return the tokens of a conversation.
+    """Return the tokens of a conversation. `adapt` changes the messages for the template.
 
     Large requests are read in a thread, so that other requests' streams do not wait.
     """
@@ -37,6 +42,7 @@ async def chat_tokens(
         raise field_error("continue_final_message", "cannot be combined with add_generation_prompt")
     try:
         messages = await in_thread_if_long(body_bytes, template_messages, fields.messages, template)
+        messages = adapt(messages)
         check_characters("messages", sum(len(message["content"]) for message in messages), model)
         tokens = await model.text.engine.generator.chat_prompt(
             messages,

@@ -11,7 +11,9 @@ from slipstream.server.text.chat import ChatError
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # Members of OpenAI's answers that have no meaning when sent back.
 _EMPTY = ("refusal", "annotations", "audio", "function_call")
-_KNOWN = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", *_EMPTY})
+# Names of the reasoning of an earlier answer: this server's, and vLLM's newer one.
+_REASONING = ("reasoning_content", "reasoning")
+_KNOWN = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", *_REASONING, *_EMPTY})
 
 
 class MessageError(ChatError):
@@ -69,7 +71,21 @@ def _message(name: str, given: dict[str, Any], template: str) -> dict[str, Any]:
             made[key] = _text(f"{name}.{key}", message[key])
     if calls:
         made["tool_calls"] = _calls(f"{name}.tool_calls", calls)
+    if role == "assistant":
+        made |= _reasoning(name, message, bool(calls and made["content"]))
     return made
+
+
+def _reasoning(name: str, message: dict[str, Any], text_and_calls: bool) -> dict[str, str]:
+    """Return the reasoning of an answer under the names that templates use.
+
+    The template of gpt-oss takes `thinking`, unless a message has text and calls.
+    """
+    for key in _REASONING:
+        if message.get(key):
+            text = _text(f"{name}.{key}", message[key])
+            return {"reasoning_content": text} | ({} if text_and_calls else {"thinking": text})
+    return {}
 
 
 def _text(name: str, value: Any) -> str:

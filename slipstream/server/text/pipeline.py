@@ -269,7 +269,9 @@ class _Sequence:
         self._end_ids = engine_request.sampling.end_ids
         self._tokenizer = tokenizer
         self._stop_words = stop_words
-        self._stream = TextStream(tokenizer, stop_words or (), request.skip_special_tokens)
+        self._stream = TextStream(
+            tokenizer, stop_words or (), request.skip_special_tokens, request.shown_special_ids
+        )
         # the last output, ended by a stop word; it waits for the times of the engine's own end
         self._last: TextOutput | None = None
 

@@ -393,10 +393,13 @@ class TextStream:
         tokenizer: Tokenizer,
         stop_words: Sequence[str] | StopWords = (),
         skip_special_tokens: bool = True,
+        shown_special_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer()
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        if shown_special_ids:
+            self._skipped -= shown_special_ids
         self._filter: StopWordFilter | None = None
         if stop_words:
             words = stop_words if isinstance(stop_words, StopWords) else StopWords(stop_words)

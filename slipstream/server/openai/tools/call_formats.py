@@ -1,110 +1,185 @@
-"""The two formats of tool calls. A model's chat template shows which of them it uses.
+"""The formats of tool calls. A model's chat template shows which one it uses.
 
-Marked (Hermes, Qwen2.5, Qwen3 and others). Text and further calls may surround a call:
+The parts of a call, in the formats of Hermes and of Mistral:
 
-    <tool_call>
-    {"name": "f", "arguments": {…}}
-    </tool_call>
+    <tool_call>{"name": "    f     ", "arguments":    {…}         }</tool_call>
+    head                     name  middle             arguments   tail
 
-Bare (Llama 3.1 to 3.3). The call is the whole answer:
-
-    {"name": "f", "parameters": {…}}
-
-A grammar ensures that the start of a call is followed by a complete call of a given function, with
-arguments that match its schema.
+    [TOOL_CALLS][   {"name": "   f     ", "arguments":   {…}         }      ,         ]
+    open            head         name  middle            arguments   tail   between   close
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from slipstream.engine.sampling_params import Guide
-
-# Bounded white space between the parts of the arguments.
-_LAYOUT = {
-    "whitespace_flexible": True,
-    "whitespace_pattern": r"[ \n\t]{0,16}",
-    "lenient": False,
-    "coerce_one_of": False,
-}
-_NO_ARGUMENTS = {"properties": {}, "additionalProperties": False}
-
-# The beginning and end of a call of one function, and the schema of its arguments.
-Tag = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    open: str  # start of a call
-    before_name: str  # text between `open` and the function's name
-    arguments: str  # key of the arguments
-    end: str  # text after the arguments
-    close: str  # end mark of a call; empty: a call ends with the answer
-    shown: Sequence[str]  # parts of chat templates that use this format
-    auto: Callable[[CallFormat, Sequence[Tag]], Guide]  # grammar for tool_choice "auto"
+    name: str  # vLLM's name of the format
+    shown: Sequence[str]  # texts of the chat templates that use this format
+    head: str  # text of a call before the function's name
+    middle: str  # text between the name and the arguments
+    tail: str  # text after the arguments
+    open: str = ""  # text before the first call
+    between: str = ""  # text between two calls
+    close: str = ""  # text after the last call
+    marks: Sequence[str] = ()  # parts of the texts above that may be special tokens
+    many: bool = True  # an answer may have several calls
+    whole_answer: bool = False  # there is no text around a call
+    prefix: str = ""  # mark that may come before a call that is the whole answer
+    call_id: str = ""  # mark of the call's id, which may follow the name
+    short_ids: bool = False  # the chat template takes ids of 9 letters and digits only
+    xml: bool = False  # arguments are XML elements, otherwise JSON
+    channels: bool = False  # text, reasoning and calls are messages on channels
 
-    def tag(self, function: dict[str, Any]) -> Tag:
-        begin = f'{self.open}{self.before_name}{function["name"]}", "{self.arguments}": '
-        schema = function.get("parameters") or _NO_ARGUMENTS
-        return {
-            "begin": begin,
-            "schema": {**schema, "type": "object", "x-guidance": _LAYOUT},
-            "end": self.end,
-        }
-
-
-def force_call(tags: Sequence[Tag]) -> Guide:
-    """Return the grammar of exactly one call."""
-    return Guide("ebnf_grammar", "\n".join([f"start: {_any_of(tags)}", *_rules(tags)]))
-
-
-def _text_and_calls(call_format: CallFormat, tags: Sequence[Tag]) -> Guide:
-    """Return the grammar of text with any number of calls."""
-    structures = {"structures": tags, "triggers": [call_format.open]}
-    return Guide("structural_tag", json.dumps(structures))
+    @property
+    def trigger(self) -> str:
+        """The text that starts a call."""
+        if self.whole_answer:
+            return self.head
+        start = self.open or self.head
+        return next(mark for mark in self.marks if start.startswith(mark))
 
 
-def _text_or_call(call_format: CallFormat, tags: Sequence[Tag]) -> Guide:
-    """Return the grammar of one call, or of any text that does not start like a call."""
-    start = re.escape(call_format.open).replace("\\ ", " ")  # llguidance takes no escaped space
-    text = rf"TEXT: /(.|\n)*/ & ~/{start}(.|\n)*/"
-    return Guide("ebnf_grammar", "\n".join([f"start: {_any_of(tags)} | TEXT", text, *_rules(tags)]))
-
-
-def _any_of(tags: Sequence[Tag]) -> str:
-    return " | ".join(f"call_{number}" for number in range(len(tags)))
-
-
-def _rules(tags: Sequence[Tag]) -> list[str]:
-    return [
-        f"call_{number}: {json.dumps(tag['begin'])} arguments_{number} {json.dumps(tag['end'])}\n"
-        f"arguments_{number}: %json {json.dumps(tag['schema'])}"
-        for number, tag in enumerate(tags)
-    ]
-
-
-MARKED = CallFormat(
-    "<tool_call>",
-    '\n{"name": "',
-    "arguments",
-    "}\n</tool_call>",
-    "</tool_call>",
-    ("tools", "<tool_call>", '"name"', '"arguments"'),
-    _text_and_calls,
+_NAME = '{"name": "'
+_ARGUMENTS = '", "arguments": '
+_MISTRAL_MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+_DEEPSEEK_MARKS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
 )
-BARE = CallFormat(
-    '{"name": "', "", "parameters", "}", "", ("tools", '{"name": ', '"parameters": '), _text_or_call
+_TOOL_CALL_MARKS = ("<tool_call>", "</tool_call>")
+
+HARMONY = CallFormat(
+    name="openai",
+    shown=("<|channel|>", "<|message|>", "functions."),
+    head="<|channel|>commentary to=functions.",
+    middle=" <|constrain|>json<|message|>",
+    tail="",
+    marks=("<|channel|>", "<|constrain|>", "<|message|>", "<|start|>", "<|end|>"),
+    many=False,
+    whole_answer=True,
+    channels=True,
+)
+QWEN_CODER = CallFormat(
+    name="qwen3_coder",
+    shown=("<tool_call>", "<function=", "<parameter="),
+    head="<tool_call>\n<function=",
+    middle=">\n",
+    tail="</function>\n</tool_call>",
+    between="\n",
+    marks=_TOOL_CALL_MARKS,
+    xml=True,
+)
+DEEPSEEK_V3 = CallFormat(
+    name="deepseek_v3",
+    shown=("<｜tool▁calls▁begin｜>", "```json"),
+    head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+    middle="\n```json\n",
+    tail="\n```<｜tool▁call▁end｜>",
+    open="<｜tool▁calls▁begin｜>",
+    between="\n",
+    close="<｜tool▁calls▁end｜>",
+    marks=_DEEPSEEK_MARKS,
+)
+DEEPSEEK_V31 = CallFormat(
+    name="deepseek_v31",
+    shown=("<｜tool▁calls▁begin｜>",),
+    head="<｜tool▁call▁begin｜>",
+    middle="<｜tool▁sep｜>",
+    tail="<｜tool▁call▁end｜>",
+    open="<｜tool▁calls▁begin｜>",
+    close="<｜tool▁calls▁end｜>",
+    marks=_DEEPSEEK_MARKS,
+)
+MISTRAL_WITH_IDS = CallFormat(
+    name="mistral",
+    shown=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    head="[TOOL_CALLS]",
+    middle="[ARGS]",
+    tail="",
+    marks=_MISTRAL_MARKS,
+    call_id="[CALL_ID]",
+    short_ids=True,
+)
+MISTRAL_NAMES = CallFormat(
+    name="mistral",
+    shown=("[TOOL_CALLS]", "[ARGS]"),
+    head="[TOOL_CALLS]",
+    middle="[ARGS]",
+    tail="",
+    marks=_MISTRAL_MARKS,
+    short_ids=True,
+)
+MISTRAL_SPACED = CallFormat(
+    name="mistral",
+    shown=("[TOOL_CALLS] [",),
+    head=_NAME,
+    middle=_ARGUMENTS,
+    tail="}",
+    open="[TOOL_CALLS] [",
+    between=", ",
+    close="]",
+    marks=_MISTRAL_MARKS,
+    short_ids=True,
+)
+MISTRAL = CallFormat(
+    name="mistral",
+    shown=("[TOOL_CALLS]",),
+    head=_NAME,
+    middle=_ARGUMENTS,
+    tail="}",
+    open="[TOOL_CALLS][",
+    between=", ",
+    close="]",
+    marks=_MISTRAL_MARKS,
+    short_ids=True,
+)
+HERMES = CallFormat(
+    name="hermes",
+    shown=("tools", "<tool_call>", '"name"', '"arguments"'),
+    head=f"<tool_call>\n{_NAME}",
+    middle=_ARGUMENTS,
+    tail="}\n</tool_call>",
+    between="\n",
+    marks=_TOOL_CALL_MARKS,
+)
+LLAMA = CallFormat(
+    name="llama3_json",
+    shown=("tools", '{"name": ', '"parameters": '),
+    head=_NAME,
+    middle='", "parameters": ',
+    tail="}",
+    marks=("<|python_tag|>",),
+    many=False,
+    whole_answer=True,
+    prefix="<|python_tag|>",
+)
+
+# A template may match several formats. The first one counts.
+CALL_FORMATS = (
+    HARMONY,
+    QWEN_CODER,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    MISTRAL_WITH_IDS,
+    MISTRAL_NAMES,
+    MISTRAL_SPACED,
+    MISTRAL,
+    HERMES,
+    LLAMA,
 )
 
 
 def find_format(template: str) -> CallFormat | None:
-    """Return the format of calls that a chat template shows, or None if it shows neither."""
+    """Return the format of calls that a chat template shows, or None if it shows none of them."""
     plain = template.replace('\\"', '"')
-    for call_format in (MARKED, BARE):
-        if all(part in plain for part in call_format.shown):
+    for call_format in CALL_FORMATS:
+        if all(text in plain for text in call_format.shown):
             return call_format
     return None

@@ -1,146 +1,170 @@
 """Splits an answer into text and tool calls, in a stream or at once, with the same result.
 
-An incomplete call is text.
+The arguments of a call are sent while they arrive. A call that the end of the answer cuts off keeps
+the arguments that it has; without a complete name it is dropped.
 """
 
 from __future__ import annotations
 
-import json
+import re
 import secrets
-from collections.abc import Iterator
+import string
 
-from slipstream.server.openai.parts import CallArguments, CallStart, Part, PartReader, ToolCall
-from slipstream.server.openai.tools.call_formats import BARE, MARKED, CallFormat
+from slipstream.server.openai.part_stream import Steps, StreamReader, match_literal, partial_mark
+from slipstream.server.openai.parts import CallArguments, CallStart
+from slipstream.server.openai.tools.call_formats import CallFormat
+from slipstream.server.openai.tools.json_scanner import JsonScanner
 
-OPEN = MARKED.open
-CLOSE = MARKED.close
-
-
-def call_reader(call_format: CallFormat) -> PartReader:
-    return CallReader() if call_format is MARKED else BareCallReader()
-
-
-class BareCallReader:
-    """Reads an answer that is either one call or only text."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self._held = ""
-        self._is_text = False
-
-    def push(self, text: str, last: bool = False) -> Iterator[Part]:
-        self._held += text
-        may_be_call = self._held.startswith(BARE.open) or BARE.open.startswith(self._held)
-        self._is_text = self._is_text or not may_be_call
-        if not self._is_text and not last:
-            return
-        call = None if self._is_text else _parse(self._held, BARE.arguments)
-        if call is not None:
-            self.calls += 1
-            yield from _call_parts(call)
-        elif self._held:
-            yield self._held
-        self._held = ""
+_NAME = re.compile(r"[\w.-]*")
+_SPACE = re.compile(r"\s*")
+_SHORT_ID = string.ascii_letters + string.digits
 
 
-class CallReader:
-    """Reads text with marked calls. White space around a call is dropped."""
+def new_call_id(call_format: CallFormat) -> str:
+    if call_format.short_ids:
+        return "".join([secrets.choice(_SHORT_ID) for _ in range(9)])
+    return f"call_{secrets.token_hex(12)}"
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self._held = ""
-        self._inside = False  # `_held` follows the start of a call
-        self._space = ""  # white space before that start
+
+class CallReader(StreamReader):
+    """Reads text with calls whose arguments are JSON. White space around a call is dropped."""
+
+    def __init__(
+        self, call_format: CallFormat, only_calls: bool = False, any_layout: bool = False
+    ) -> None:
+        """`only_calls`: the answer has no text.
+
+        `any_layout`: white space may be anywhere in a call that is the whole answer.
+        """
+        super().__init__()
+        self._only_calls = only_calls
+        self._any_layout = any_layout
+        self._format = call_format
+        self._trigger = call_format.trigger
+        self._space = ""  # white space before the call
         self._after_call = False
 
-    def push(self, text: str, last: bool = False) -> Iterator[Part]:
-        self._held += text
-        while (part := self._part()) is not None:
-            yield from _parts(part)
-        if last and self._held:
-            rest = self._rest()
-            self._held = ""
-            yield from _parts(rest)
+    def _read(self) -> Steps[None]:
+        if self._format.whole_answer:
+            if (yield from self._find_first_call()):
+                yield from self._read_calls()
+            yield from self._pass_text()
+            return
+        while (yield from self._find_call()):
+            yield from self._read_calls()
 
-    def _part(self) -> str | ToolCall | None:
-        """Return the next complete part, which may be empty, or None if more text must come."""
-        if self._inside:
-            return self._call()
-        if self._after_call:
-            self._held = self._held.lstrip()
-        before, mark, after = self._held.partition(OPEN)
-        if mark:
-            text = before.rstrip()
-            self._held = after
-            self._inside = True
-            self._space = before[len(text) :]
-            return self._text(text)
-        complete = self._held[: len(self._held) - _partial_mark(self._held)].rstrip()
-        self._held = self._held[len(complete) :]
-        return self._text(complete) if complete else None
+    def _find_call(self) -> Steps[bool]:
+        """Pass the text before the next call on. Return whether there is a call."""
+        while True:
+            if self._after_call:
+                self._held = self._held.lstrip()
+            before, mark, _ = self._held.partition(self._trigger)
+            text = before if mark else before[: len(before) - partial_mark(self._trigger, before)]
+            text = text.rstrip()
+            if text:
+                yield from self._send(len(text))
+            if mark:
+                self._space = before[len(text) :]
+                self._held = self._held[len(self._space) :]
+                return True
+            if not (yield from self._more()):
+                self._drop_partial_mark()
+                yield from self._pass_text()
+                return False
 
-    def _text(self, text: str) -> str:
-        self._after_call = self._after_call and not text
-        return text
+    def _drop_partial_mark(self) -> None:
+        """Drop the beginning of a mark at the end of the answer. A few letters may be text."""
+        size = partial_mark(self._trigger, self._held)
+        if self._only_calls or self._after_call or 2 * size >= len(self._trigger):
+            self._held = self._held[: len(self._held) - size].rstrip()
 
-    def _call(self) -> ToolCall | None:
-        """Return the call at the front of the held text, or None if it is incomplete.
+    def _find_first_call(self) -> Steps[bool]:
+        """Return whether the answer starts with a call."""
+        prefix = self._format.prefix
+        while True:
+            start = self._held.removeprefix(prefix)
+            size = match_literal(self._trigger, start)
+            if not self._any_layout and not start.startswith(self._trigger):
+                size = None if self._trigger.startswith(start) else -1
+            if size is not None and size >= 0:
+                self._held = start
+                return True
+            may_start = size is None or prefix.startswith(self._held)
+            if not may_start or not (yield from self._more()):
+                return False
 
-        An argument may contain the end mark, so a call ends at the first mark that completes it.
-        """
-        end = self._held.find(CLOSE)
-        while end >= 0:
-            if (call := _parse(self._held[:end], MARKED.arguments)) is not None:
-                self._held = self._held[end + len(CLOSE) :]
-                self._inside = False
-                self._after_call = True
-                self.calls += 1
-                return call
-            end = self._held.find(CLOSE, end + 1)
-        return None
+    def _pass_text(self) -> Steps[None]:
+        """Pass all remaining text on."""
+        while True:
+            if self._after_call:
+                self._held = self._held.lstrip()
+            if self._held:
+                yield from self._send(len(self._held))
+            if not (yield from self._more()):
+                return
 
-    def _rest(self) -> str | ToolCall:
-        """Return the held text or call at the end. A call may lack its end mark: a stop word."""
-        if not self._inside:
-            return "" if self._after_call else self._held
-        call = _parse(self._held, MARKED.arguments)
-        if call is None:
-            return self._space + OPEN + self._held
+    def _send(self, size: int) -> Steps[None]:
+        text = self._held[:size]
+        self._held = self._held[size:]
+        self._after_call = False
+        yield text
+
+    def _read_calls(self) -> Steps[None]:
+        """Read the calls at the front of the held text. If there is none, their mark is text."""
+        self._taken = ""
+        called = yield from self._take(self._format.open)
+        if called:
+            called = yield from self._read_call()
+        if called is False:
+            self._held = self._space + self._taken + self._held
+            yield from self._send(len(self._space + self._trigger))
+        while called and self._format.close:
+            if (yield from self._take(self._format.close)) is not False:
+                return
+            yield from self._take(self._format.between)
+            called = yield from self._read_call()
+        if called is None:
+            self._held = ""  # the rest of a call that is cut off
+
+    def _read_call(self) -> Steps[bool | None]:
+        """Read one call. Return False if there is none, and None if the answer ends within it."""
+        taken = yield from self._take(self._format.head)
+        if not taken:
+            return taken
+        name = yield from self._take_all(_NAME)
+        if not name:
+            return None if name is None else False
+        call_id = ""
+        if self._format.call_id and (yield from self._take(self._format.call_id)):
+            call_id = (yield from self._take_all(_NAME)) or ""
+        taken = yield from self._take(self._format.middle)
+        if taken:
+            taken = yield from self._find_arguments()
+        if taken is False:
+            return False
         self.calls += 1
-        return call
+        yield CallStart(call_id or new_call_id(self._format), name)
+        if taken is None or not (yield from self._read_arguments(name)):
+            return None
+        self._after_call = True
+        ended = yield from self._take(self._format.tail)
+        return None if ended is None else True
 
+    def _find_arguments(self) -> Steps[bool | None]:
+        """Return whether an object comes next, and None if the answer ends before it."""
+        if (yield from self._take_all(_SPACE)) is None:
+            return None
+        return self._held.startswith("{")
 
-def _parts(part: str | ToolCall) -> Iterator[Part]:
-    if isinstance(part, ToolCall):
-        yield from _call_parts(part)
-    elif part:
-        yield part
-
-
-def _call_parts(call: ToolCall) -> Iterator[Part]:
-    yield CallStart(call.id, call.name)
-    yield CallArguments(call.arguments)
-
-
-def _partial_mark(text: str) -> int:
-    """Return how many of the last characters may be the beginning of a call's start mark."""
-    for size in range(min(len(OPEN) - 1, len(text)), 0, -1):
-        if text.endswith(OPEN[:size]):
-            return size
-    return 0
-
-
-def _parse(block: str, key: str) -> ToolCall | None:
-    try:
-        call = json.loads(block)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict):
-        return None
-    name = call.get("name")
-    arguments = call.get(key)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return ToolCall(
-        f"call_{secrets.token_hex(12)}", name, json.dumps(arguments, ensure_ascii=False)
-    )
+    def _read_arguments(self, name: str) -> Steps[bool]:
+        """Read the arguments of a call of this function. Return whether they are complete."""
+        scanner = JsonScanner()
+        while True:
+            size, complete = scanner.scan(self._held)
+            if size:
+                yield CallArguments(self._held[:size])
+                self._held = self._held[size:]
+            if complete:
+                return True
+            if not (yield from self._more()):
+                return False

@@ -2,50 +2,116 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.engine.constraints.guided import GuideError, check_guide
-from slipstream.engine.sampling_params import Guide
-from slipstream.server.openai.errors import ApiError, field_error
+from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import ChatFields
-from slipstream.server.openai.models import OpenAIModel
-from slipstream.server.openai.tools.call_formats import MARKED, CallFormat, find_format, force_call
+from slipstream.server.openai.tools.call_formats import HERMES, CallFormat, find_format
+from slipstream.server.openai.tools.call_grammar import CallRules
+from slipstream.server.openai.tools.tool_prompt import (
+    Message,
+    adapt_history,
+    add_instructions,
+    describe_tools,
+)
+from slipstream.server.text.tokenizer import Tokenizer
 
 _MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SHOWS_TOOLS = re.compile(r"\btools\b")
+_WRONG_CHOICE = "must be none, auto, required or one of the functions in tools"
+
+Function = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class CallableTools:
-    shown: Sequence[dict[str, Any]]  # tools for the chat template
+class ToolUse:
+    """How a conversation uses tools: the calls of the answer, and those in the messages."""
+
+    template: str  # the chat template that the conversation is rendered with
     format: CallFormat
-    guide: Guide
-    stop_words: Sequence[str] = ()  # end of the first call, if parallel calls are off
+    rules: CallRules | None  # calls that the answer may have; None: none
+    shown: Sequence[dict[str, Any]] | None  # tools for the chat template
+    instructions: str  # description of the tools for the messages; empty: the template shows them
+
+    def adapt(self, messages: list[Message]) -> list[Message]:
+        """Return the messages in the form that the template takes."""
+        adapted = adapt_history(messages, self.template, self.format)
+        if self.instructions:
+            return add_instructions(adapted, self.instructions, self.template)
+        return adapted
 
 
-async def read_tools(fields: ChatFields, model: OpenAIModel) -> CallableTools | None:
-    """Return the tools that the model may call, or None if it may call none."""
+def read_tools(fields: ChatFields, tokenizer: Tokenizer) -> ToolUse:
+    """Return the tools that the model may call, and how its chat template shows them."""
     given = fields.tools or []
     if len(given) > _MAX_TOOLS:
         raise field_error("tools", f"must hold at most {_MAX_TOOLS} functions, got {len(given)}")
     functions = [_function(f"tools[{number}]", tool) for number, tool in enumerate(given)]
+    choice = _read_choice(fields, functions)
+    templates = tokenizer.chat_templates
+    template = templates.get("default", "")
+    if choice is None:
+        return ToolUse(template, find_format(template) or HERMES, None, None, "")
+    tool_template = templates.get("tool_use", template)
+    found = find_format(tool_template)
+    shows_tools = found is not None and _SHOWS_TOOLS.search(tool_template) is not None
+    call_format = found or HERMES
+    many = choice.many and call_format.many and fields.parallel_tool_calls is not False
+    rules = CallRules(call_format, choice.functions, choice.required, many)
+    if shows_tools:
+        return ToolUse(tool_template, call_format, rules, given, "")
+    return ToolUse(template, call_format, rules, None, describe_tools(given, call_format))
+
+
+@dataclass(frozen=True)
+class _Choice:
+    functions: Sequence[Function]
+    required: bool = False
+    many: bool = True
+
+
+def _read_choice(fields: ChatFields, functions: Sequence[Function]) -> _Choice | None:
+    """Return the functions that the answer may call, or None if it may call none."""
     choice = "auto" if fields.tool_choice is None else fields.tool_choice
     if choice == "none" or (choice == "auto" and not functions):
         return None
-    chosen = _select_functions(functions, choice)
-    call_format = _find_format(model)
-    tags = [call_format.tag(function) for function in chosen]
-    guide = call_format.auto(call_format, tags) if choice == "auto" else force_call(tags)
-    try:
-        await asyncio.to_thread(check_guide, guide)
-    except GuideError as error:
-        raise ApiError(f"tools: {error}", "tools") from error
-    once = fields.parallel_tool_calls is False and call_format.close
-    return CallableTools(given, call_format, guide, (call_format.close,) if once else ())
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _read_allowed(choice.get("allowed_tools"), functions)
+    if choice in ("auto", "required") and functions:
+        return _Choice(functions, choice == "required")
+    chosen = _find_function(choice, functions)
+    if chosen is None:
+        raise field_error("tool_choice", _WRONG_CHOICE)
+    return _Choice([chosen], required=True, many=False)
+
+
+def _read_allowed(allowed: Any, functions: Sequence[Function]) -> _Choice:
+    name = "tool_choice.allowed_tools"
+    if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
+        raise field_error(f"{name}.mode", "must be auto or required")
+    listed = allowed.get("tools")
+    if not isinstance(listed, list) or not listed:
+        raise field_error(f"{name}.tools", "must hold at least one of the functions in tools")
+    chosen = []
+    for number, tool in enumerate(listed):
+        function = _find_function(tool, functions)
+        if function is None:
+            raise field_error(f"{name}.tools[{number}]", "must be one of the functions in tools")
+        if function not in chosen:
+            chosen.append(function)
+    return _Choice(chosen, allowed["mode"] == "required")
+
+
+def _find_function(choice: Any, functions: Sequence[Function]) -> Function | None:
+    """Return the function that a choice of type function names."""
+    named = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(named, dict) or choice.get("type") != "function":
+        return None
+    return next((given for given in functions if given["name"] == named.get("name")), None)
 
 
 def _function(name: str, tool: Any) -> dict[str, Any]:
@@ -63,44 +129,3 @@ def _function(name: str, tool: Any) -> dict[str, Any]:
             "must be the JSON schema of an object, which holds the arguments",
         )
     return function
-
-
-def _select_functions(functions: Sequence[dict[str, Any]], choice: Any) -> Sequence[dict[str, Any]]:
-    if choice in ("auto", "required") and functions:
-        return functions
-    function = (
-        choice.get("function")
-        if isinstance(choice, dict) and choice.get("type") == "function"
-        else None
-    )
-    chosen = [
-        given
-        for given in functions
-        if isinstance(function, dict) and given["name"] == function.get("name")
-    ]
-    if not chosen:
-        raise field_error(
-            "tool_choice", "must be none, auto, required or one of the functions in tools"
-        )
-    return chosen
-
-
-def _find_format(model: OpenAIModel) -> CallFormat:
-    templates = model.tokenizer.chat_templates
-    found = find_format(templates.get("tool_use", templates.get("default", "")))
-    if found is None:
-        formats = (
-            f'{MARKED.open}{{"name", "arguments"}}{MARKED.close} nor as {{"name", "parameters"}}'
-        )
-        raise ApiError(
-            "tools is not supported for this model: "
-            f"its chat template shows calls neither as {formats}",
-            "tools",
-        )
-    if set(model.tokenizer.encode(found.open, False)) & set(model.tokenizer.special_ids):
-        raise ApiError(
-            "tools is not supported for this model: "
-            f"{found.open} is a special token of its tokenizer",
-            "tools",
-        )
-    return found

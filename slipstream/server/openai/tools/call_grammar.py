@@ -1,0 +1,172 @@
+"""The grammars of answers with tool calls.
+
+A grammar ensures that the start of a call is followed by a complete call of a given function, with
+arguments that match its schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.engine.constraints.guided import check_counts, compose
+from slipstream.engine.sampling_params import Guide
+from slipstream.server.openai.grammar import ANY_TEXT, Frame, regex_literal, spell
+from slipstream.server.openai.tools import xml_calls
+from slipstream.server.openai.tools.call_formats import CallFormat
+
+# Bounded white space between the parts of the arguments.
+_LAYOUT = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"[ \n\t]{0,16}",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+_NO_ARGUMENTS = {"properties": {}, "additionalProperties": False}
+_DEFINITIONS = ("$defs", "definitions")
+
+Function = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CallRules:
+    """The rules of the calls in an answer."""
+
+    format: CallFormat
+    functions: Sequence[Function]
+    required: bool  # the answer is a call
+    many: bool  # it may have several calls
+
+    def guide(self, frame: Frame, response: Guide | None) -> Guide:
+        """Return the grammar of an answer. `response`: the grammar of its text."""
+        start, rules = self._start(frame, response)
+        lark = "\n".join([f"start: {frame.before} ({start})", *rules, *frame.rules])
+        needs_response = response is not None and not self.required
+        return compose(lark, {"response": response} if needs_response and response else {})
+
+    def _start(self, frame: Frame, response: Guide | None) -> tuple[str, list[str]]:
+        ids = frame.ids
+        rules = [self._all_calls(ids), *self._calls(ids)]
+        trigger = self.format.trigger
+        if self.required:
+            return "calls", rules
+        if response is not None:
+            if self.format.whole_answer and not self.format.channels:
+                rules = self._object_calls()
+            return f"calls | {frame.before_text} @response", rules
+        if self.format.channels:
+            return f"calls | {frame.before_text} TEXT", [*rules, f"TEXT: {ANY_TEXT}"]
+        if self.format.whole_answer:
+            prefix = spell(self.format.prefix, ids) if self.format.prefix in ids else ""
+            text = f"TEXT: {ANY_TEXT} & ~/{regex_literal(trigger)}(.|\\n)*/{_not_start(frame)}"
+            optional = f"({prefix})? " if prefix else ""
+            return f"{optional}calls | TEXT", [*rules, text]
+        texts = [f"FIRST: {ANY_TEXT}{_not_start(frame)}", f"TEXT: {ANY_TEXT}"]
+        if trigger in ids:
+            return ("FIRST (calls TEXT)*" if self.many else "FIRST calls?"), [*rules, *texts]
+        any_call = rf"/(.|\n)*{regex_literal(trigger)}/"
+        texts += [
+            f"TO_FIRST: {any_call}{_not_start(frame)}",
+            "to_first[lazy]: TO_FIRST",
+            f"to_call[lazy]: {any_call}",
+            self._all_calls(ids, trigger),
+            *self._calls(ids, trigger),
+        ]
+        many = "to_first calls_rest (to_call calls_rest)* TEXT"
+        return f"FIRST | {many if self.many else 'to_first calls_rest'}", [*rules, *texts]
+
+    def _object_calls(self) -> list[str]:
+        """Return the rules of calls beside other JSON.
+
+        A lexer cannot tell the text of a call from other JSON with the same beginning. So here a
+        call is JSON, too.
+        """
+        rules = []
+        for number, function in enumerate(self.functions):
+            schema = function.get("parameters") or _NO_ARGUMENTS
+            definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
+            arguments = {key: value for key, value in schema.items() if key not in definitions}
+            key = self.format.middle.split('"')[-2]
+            call = {
+                "type": "object",
+                "properties": {
+                    "name": {"const": function["name"]},
+                    key: {**arguments, "type": "object"},
+                },
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+            rules.append(f"call_{number}: {_json({**definitions, **call})}")
+        return [f"calls: {' | '.join([f'call_{n}' for n in range(len(self.functions))])}", *rules]
+
+    def _all_calls(self, ids: Mapping[str, int], trigger: str = "") -> str:
+        """Return the rule of all calls; with a trigger, of what follows it."""
+        opened = spell(self.format.open.removeprefix(trigger), ids)
+        close = spell(self.format.close, ids)
+        names = [f"call_{number}" for number in range(len(self.functions))]
+        calls = " | ".join(names)
+        first = calls
+        if trigger and not self.format.open:
+            first = " | ".join([f"{name}_rest" for name in names])
+        more = ""
+        # Calls without an end mark for all of them follow each other in the text.
+        if self.many and (self.format.close or not trigger):
+            more = f"({spell(self.format.between, ids)} ({calls}))*"
+        return f"calls{'_rest' if trigger else ''}: {opened} ({first}) {more} {close}"
+
+    def _calls(self, ids: Mapping[str, int], trigger: str = "") -> list[str]:
+        """Return the rules of each function's call; with a trigger, of what follows it."""
+        rest = "_rest" if trigger else ""
+        if trigger and self.format.open:
+            return []
+        rules = []
+        for number, function in enumerate(self.functions):
+            head = (self.format.head + function["name"]).removeprefix(trigger)
+            start = spell(head + self.format.middle, ids)
+            if self.format.call_id in ids:
+                call_id = f"({spell(self.format.call_id, ids)} /[a-zA-Z0-9]{{9}}/)?"
+                start = f"{spell(head, ids)} {call_id} {spell(self.format.middle, ids)}"
+            tail = spell(self.format.tail, ids)
+            rules.append(f"call_{number}{rest}: {start} arguments_{number} {tail}")
+            if not trigger:
+                rules += self._arguments(f"arguments_{number}", function)
+        return rules
+
+    def _arguments(self, rule: str, function: Function) -> list[str]:
+        schema = function.get("parameters") or _NO_ARGUMENTS
+        check_counts(schema)
+        if self.format.xml:
+            return _xml_arguments(rule, schema)
+        return [f"{rule}: {_json({**schema, 'type': 'object'})}"]
+
+
+def _not_start(frame: Frame) -> str:
+    return rf" & ~/{regex_literal(frame.not_text)}(.|\n)*/" if frame.not_text else ""
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _LAYOUT})}"
+
+
+def _xml_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
+    """Return the rules of the parameters of a call, in the order of the schema."""
+    definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
+    required = schema.get("required") or []
+    names = []
+    rules = []
+    for number, (name, value) in enumerate((schema.get("properties") or {}).items()):
+        parameter = f"{rule}_{number}"
+        names.append(parameter if name in required else f"{parameter}?")
+        start = json.dumps(f"{xml_calls.OPEN}{name}>\n", ensure_ascii=False)
+        end = json.dumps(f"{xml_calls.CLOSE}\n")
+        if xml_calls.is_text(value) and value.get("enum"):
+            options = " | ".join([json.dumps(text, ensure_ascii=False) for text in value["enum"]])
+            rules.append(f"{parameter}: {start} ({options}) {end}")
+        elif xml_calls.may_be_text(value):
+            rules.append(f"{parameter}: {start} {parameter}_text")
+            rules.append(rf"{parameter}_text[lazy]: /(.|\n)*{regex_literal(xml_calls.CLOSE)}\n/")
+        else:
+            rules.append(f"{parameter}: {start} {_json({**definitions, **value})} {end}")
+    return [f"{rule}: {' '.join(names)}", *rules]
