@@ -9,7 +9,8 @@ import httpx
 import openai
 import pydantic
 import pytest
-from called_functions import MARKED_TEMPLATE, WEATHER, called_by, replace_answers
+from call_templates import HERMES
+from called_functions import WEATHER, GuidedText, called_by, replace_answers
 from response_calls import chatted, respond
 
 from slipstream.server.engine_link.engine import TextOutput
@@ -27,7 +28,7 @@ ARGUMENTS = {"city": "Rome", "days": 2}
 
 @pytest.fixture
 def calling(serving, monkeypatch):
-    return called_by(serving, monkeypatch, MARKED_TEMPLATE)
+    return called_by(serving, monkeypatch, HERMES)
 
 
 def test_a_response_is_the_answer_of_chat_completions(serving):
@@ -240,7 +241,7 @@ def test_tools_and_their_outputs_continue_a_stored_response(calling, monkeypatch
     with monkeypatch.context() as patch:
         requests = replace_answers(calling, patch, [CALL])
         first = respond(calling, "Weather?", tools=[TOOL], parallel_tool_calls=False)
-        assert requests[0].stop_words == ["</tool_call>"]
+        assert GuidedText(requests[0].sampling.guide).complete(CALL)
     (call,) = first.output
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny"}
     second = respond(calling, [output], previous_response_id=first.id, tools=[TOOL])
@@ -272,7 +273,13 @@ def test_tools_and_their_outputs_continue_a_stored_response(calling, monkeypatch
 
 def test_a_required_or_named_function_is_called(calling):
     for choice in ("required", {"type": "function", "name": "weather"}):
-        response = respond(calling, tools=[TOOL], tool_choice=choice, max_output_tokens=300)
+        response = respond(
+            calling,
+            tools=[TOOL],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            max_output_tokens=300,
+        )
         (call,) = response.output
         assert (call.type, call.name, response.status) == ("function_call", "weather", "completed")
         assert set(json.loads(call.arguments)) == {"city", "days"}

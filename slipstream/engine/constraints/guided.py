@@ -163,7 +163,8 @@ class Guided:
         """Return the tokenizer's own tokens of the same text. Only the end of it can differ: the
         tokens after `known`, and some before it, are new.
         """
-        for start in _windows(known):
+        for window in _windows(known):
+            start = self._after_special(tokens, window)
             try:
                 text = self._vocabulary.spell(tokens[start:]).decode()
             except UnicodeDecodeError:
@@ -174,9 +175,16 @@ class Guided:
             same = common_length(own, tokens[start:])
             if same == len(own):
                 return tokens
-            if same > 0 or start == 0:  # otherwise the text before it matters
+            begins = start == 0 or start > window
+            if same > 0 or begins:  # otherwise the text before it matters
                 return tokens if start + same < fixed else [*tokens[:start], *own]
         return tokens
+
+    def _after_special(self, tokens: list[int], start: int) -> int:
+        """Return the place after the last special token from `start` on, or else `start`."""
+        special = self._vocabulary.special
+        places = range(len(tokens) - 1, start - 1, -1)
+        return next((place + 1 for place in places if tokens[place] in special), start)
 
     def _follow(self, tokens: list[int]) -> None:
         """Bring the matcher to the state after these tokens."""
