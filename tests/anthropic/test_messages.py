@@ -10,7 +10,8 @@ import anthropic
 import httpx
 import pydantic
 import pytest
-from called_functions import MARKED_TEMPLATE, WEATHER, called_by, replace_answers
+from call_templates import HERMES
+from called_functions import WEATHER, GuidedText, called_by, replace_answers
 from http_support import RunningServer
 from response_calls import chatted
 
@@ -42,7 +43,7 @@ def client(serving) -> Iterator[anthropic.Anthropic]:
 
 @pytest.fixture
 def calling(serving, monkeypatch):
-    return called_by(serving, monkeypatch, MARKED_TEMPLATE)
+    return called_by(serving, monkeypatch, HERMES)
 
 
 def create(client, messages: Any = QUESTION, **fields):
@@ -226,7 +227,7 @@ def test_tools_and_their_results_go_on(calling, client, monkeypatch):
         requests = replace_answers(calling, patch, [CALL])
         choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
         called = create(client, tools=[TOOL], tool_choice=choice)
-        assert requests[0].stop_words == ["</tool_call>"]
+        assert GuidedText(requests[0].sampling.guide).complete(CALL)
     (call,) = called.content
     messages: Any = [
         *QUESTION,
@@ -257,7 +258,8 @@ def test_tools_and_their_results_go_on(calling, client, monkeypatch):
 
 
 def test_the_tool_choice_is_obeyed(calling, client):
-    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+    once = {"disable_parallel_tool_use": True}
+    for choice in ({"type": "any", **once}, {"type": "tool", "name": "weather"}):
         message = create(client, tools=[TOOL], tool_choice=choice, max_tokens=300)
         (call,) = message.content
         assert (call.type, call.name, message.stop_reason) == ("tool_use", "weather", "tool_use")

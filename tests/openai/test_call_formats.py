@@ -9,7 +9,8 @@ import pytest
 from call_templates import ANSWERS, FORMATS, PARTS
 from called_functions import TOOLS, GuidedText, check_read, read_parts
 
-from slipstream.engine.constraints.guided import GuideError, check_guide
+from slipstream.engine.constraints.guided import GuideError, Guides, check_guide
+from slipstream.engine.constraints.vocabulary import LongestMatch, Vocabulary
 from slipstream.engine.sampling_params import Guide
 from slipstream.server.openai.grammar import NO_FRAME, Frame
 from slipstream.server.openai.harmony import HarmonyReader
@@ -227,3 +228,15 @@ def test_values_of_xml_parameters_have_the_type_of_their_schema(parameter, writt
     guided = GuidedText(rules.guide(NO_FRAME, None))
     assert guided.allows_each_letter(answer)
     assert guided.complete(answer)
+
+
+def test_special_tokens_stay_where_forced_text_is_tokenised_again():
+    texts = [*[bytes([code]) for code in range(256)], b"now", b"[TOOL_CALLS]", b"[ARGS]", b"{}"]
+    encode = LongestMatch(Vocabulary(texts, frozenset({257, 258}))).encode
+    vocabulary = Vocabulary(texts, frozenset({257, 258}), False, lambda text: encode(text.encode()))
+    frame = replace(NO_FRAME, ids={"[TOOL_CALLS]": 257, "[ARGS]": 258})
+    rules = CallRules(call_formats.MISTRAL_NAMES, [{"name": "now"}], required=False, many=False)
+    guided = Guides(vocabulary).open(rules.guide(frame, None), [])
+    revised = guided.revise([*b"Hm", 257], 0).tokens
+    assert revised == [*b"Hm", 257, 256, 258]
+    assert guided.revise([*b"Hm", 257, *b"now"], 0).tokens == revised
