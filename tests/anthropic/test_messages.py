@@ -123,6 +123,17 @@ def test_blocks_are_the_messages_of_the_conversation(serving, client):
     assert counted.input_tokens == chat.usage.prompt_tokens
 
 
+def test_an_answer_continues_the_assistants_message(serving, client):
+    begun: Any = [*QUESTION, {"role": "assistant", "content": "It is"}]
+    message = create(client, begun)
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    chat = chatted(serving, begun, extra_body=fields)
+    assert message.content[0].text == chat.choices[0].message.content
+    assert prompt_tokens(message) == chat.usage.prompt_tokens
+    answered = chatted(serving, begun).usage.prompt_tokens
+    assert answered > chat.usage.prompt_tokens  # a new message would have begun
+
+
 def test_a_stream_has_the_events_of_the_whole_message(client):
     whole = create(client)
     events = list(create(client, stream=True))
@@ -379,7 +390,19 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
             {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]},
             "messages[0].content[0].type: redacted_thinking",
         ),
-        ({"messages": [*QUESTION, {"role": "assistant", "content": "I"}]}, "messages[1]"),
+        (
+            {
+                "messages": [
+                    *QUESTION,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}],
+                    },
+                ]
+            },
+            "messages[1] has tool_use blocks without results",
+        ),
+        ({"output_config": {"effort": "extreme"}}, "output_config.effort must be one of"),
         ({"temperature": 1.5}, "temperature must be between 0 and 1"),
         ({"top_k": -5}, "top_k"),
         ({"stop_sequences": [" "]}, "stop_sequences[0]"),

@@ -24,6 +24,7 @@ from slipstream.server.openai.fields import (
 # The names of fields in errors about the chat request.
 FIELD_NAMES: Sequence[tuple[str, str]] = (
     (r"messages\b.*", "messages"),
+    ("continue_final_message", "messages"),
     (r"response_format\.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
     ("reasoning_effort", "output_config.effort"),
@@ -59,7 +60,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: str | None = None
     format: dict[str, Any] | None = None
 
 
@@ -135,20 +136,21 @@ def _check_sampling(fields: MessagesFields) -> None:
 
 def _chat_document(fields: CountFields, given: Document) -> Document:
     chat = {name: given[name] for name in SHARED_CHAT_FIELDS if name in given}
+    messages = chat_messages(fields.system, fields.messages)
     config = fields.output_config or OutputConfig()
     variables = chat.get("chat_template_kwargs") or {}
     chat |= {
         "model": fields.model,
-        "messages": chat_messages(fields.system, fields.messages),
+        "messages": messages,
+        # The answer continues the last message if that is the assistant's.
+        "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
         "tools": [_chat_tool(f"tools[{number}]", tool) for number, tool in enumerate(fields.tools)],
         "chat_template_kwargs": {"enable_thinking": _thinks(fields.thinking), **variables},
     }
     if config.format is not None:
         chat["response_format"] = _response_format(config.format)
     if config.effort is not None:
-        chat["reasoning_effort"] = {"xhigh": "high", "max": "high"}.get(
-            config.effort, config.effort
-        )
+        chat["reasoning_effort"] = config.effort
     if fields.tool_choice is not None:
         chat["tool_choice"] = _chat_tool_choice(fields.tool_choice)
         chat["parallel_tool_calls"] = not fields.tool_choice.disable_parallel_tool_use

@@ -31,11 +31,10 @@ def chat_messages(system: Any, messages: Sequence[Any]) -> list[Document]:
                 _add_user_message(f"{name}.content", content, made, calls)
             case "assistant":
                 _add_answer(f"{name}.content", content, made, calls)
-    if made and made[-1]["role"] == "assistant":
-        raise ApiError(
-            f"messages[{len(messages) - 1}] is not supported by this server: the last message must "
-            "be the user's",
-            "messages",
+    if made and made[-1].get("tool_calls"):
+        raise field_error(
+            f"messages[{len(messages) - 1}]",
+            "has tool_use blocks without results: send a message with their tool_result blocks",
         )
     return made
 

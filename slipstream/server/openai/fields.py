@@ -138,8 +138,13 @@ SHARED_CHAT_FIELDS = (
     "ignore_eos",
     "stop_token_ids",
     "bad_words",
+    "allowed_token_ids",
+    "truncate_prompt_tokens",
     "cache_salt",
+    "priority",
     "chat_template_kwargs",
+    "documents",
+    "structured_outputs",
     "guided_json",
     "guided_regex",
     "guided_choice",
@@ -204,7 +209,7 @@ def read_fields(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
     _check_endpoint(given, kind)
     fields = convert_fields(given, kind)
     _check_stream_options(fields)
-    _check_metadata(fields.metadata or {})
+    check_metadata(fields.metadata or {})
     return fields, _unknown_names(given)
 
 
@@ -253,7 +258,7 @@ def _check_stream_options(fields: Fields) -> None:
         raise ApiError(f"{name} is not supported by this server: it pads no events", name)
 
 
-def _check_metadata(metadata: Mapping[str, str]) -> None:
+def check_metadata(metadata: Mapping[str, str]) -> None:
     if len(metadata) > _MAX_METADATA:
         raise field_error(
             "metadata", f"must hold at most {_MAX_METADATA} pairs, got {len(metadata)}"

@@ -19,7 +19,8 @@ TOOL = {
 def main(base_url: str, model: str, question: str) -> dict[str, object]:
     client = anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key="unused")
     messages = [{"role": "user", "content": question}]
-    given = {"model": model, "max_tokens": 24, "messages": messages, "temperature": 0}
+    greedy = {"temperature": 0}  # newer versions of the SDK have no such parameter
+    given = {"model": model, "max_tokens": 24, "messages": messages, "extra_body": greedy}
     with client.messages.stream(**given) as stream:
         streamed = "".join(stream.text_stream)
     called = client.messages.create(

@@ -16,6 +16,7 @@ from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import (
     SHARED_CHAT_FIELDS,
     ChatFields,
+    check_metadata,
     convert_fields,
     decode_object,
     reject_unsupported,
@@ -35,9 +36,6 @@ _INCLUDABLE = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-_MAX_METADATA = 16
-_MAX_METADATA_KEY = 64
-_MAX_METADATA_VALUE = 512
 
 # Fields of other servers, read as in chat completions.
 _CHAT_FIELDS = (*SHARED_CHAT_FIELDS, "stop", "include_stop_str_in_output")
@@ -134,7 +132,7 @@ def read_response_fields(body: bytes) -> tuple[ResponseFields, Document]:
     if fields.input is None and fields.previous_response_id is None:
         raise field_error("input", "is required")
     _check_options(fields)
-    _check_metadata(fields.metadata)
+    check_metadata(fields.metadata)
     return fields, given
 
 
@@ -165,18 +163,6 @@ def _check_options(fields: ResponseFields) -> None:
         raise field_error("background", "needs store to be true: its response is read later")
     if fields.background and fields.stream:
         raise field_error("background", "cannot be combined with stream: poll the response instead")
-
-
-def _check_metadata(metadata: Mapping[str, str]) -> None:
-    if len(metadata) > _MAX_METADATA:
-        raise field_error("metadata", f"must hold at most {_MAX_METADATA} pairs")
-    for key, value in metadata.items():
-        if len(key) > _MAX_METADATA_KEY or len(value) > _MAX_METADATA_VALUE:
-            problem = (
-                f"must have keys of at most {_MAX_METADATA_KEY} characters "
-                f"and values of at most {_MAX_METADATA_VALUE}"
-            )
-            raise field_error("metadata", problem)
 
 
 def chat_fields(

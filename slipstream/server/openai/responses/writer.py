@@ -40,6 +40,7 @@ class ResponseWriter:
             "id": self.id,
             "object": "response",
             "created_at": int(time.time()),
+            "status": "in_progress",
             "model": prepared.model.id,
             **echo,
         }
