@@ -22,6 +22,8 @@ from slipstream.server.kserve.inference import (
     ModelVersion,
     ServedModel,
 )
+from slipstream.server.metrics.engine_metrics import read_gauges
+from slipstream.server.metrics.iteration_log import iteration_line
 from slipstream.server.metrics.prometheus_text import Family
 from slipstream.server.metrics.server_metrics import ModelCounters, ServerMetrics
 from slipstream.server.metrics.statistics_api import counters_document
@@ -220,6 +222,17 @@ def test_v1_batching_has_its_own_metrics_instead_of_inflight_batching():
     assert all('model="new"' in name for name in batcher)
     metrics.forget("old")
     assert "nv_trt_llm_v1_metrics" not in metrics.render()
+
+
+@pytest.mark.parametrize("v1_batching", [False, True])
+def test_the_log_of_an_iteration_has_a_key_for_each_engine_metric(v1_batching):
+    stats = replace(Engine.stats, timestamp_us=1_700_000_000_123_456)
+    line = json.loads(iteration_line(Engine.info, stats, v1_batching))
+    assert len(line) == len(read_gauges(Engine.info, stats, v1_batching)) == 22 - v1_batching
+    assert ("MicroBatch ID" in line) != ("Empty Generation Slots" in line) == v1_batching
+    assert (line["Active Request Count"], line["Total Context Tokens"]) == (5, 17)
+    assert line["Fraction used KV cache blocks"] == 28 / 128
+    assert line["Timestamp"].endswith(".123456")
 
 
 def test_slipstream_metrics_show_the_engine_stats():
