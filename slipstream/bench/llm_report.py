@@ -68,16 +68,22 @@ def csv_report(metrics: LlmMetrics) -> str:
     return text.getvalue()
 
 
-def profile_export(measured: Measured, mode: str, value: float) -> str:
+def profile_export(
+    measured: Measured, mode: str, value: float, service_kind: str = "triton", endpoint: str = ""
+) -> str:
     """Return perf_analyzer's file: data and times of every request and its answers."""
     experiment = {
         "experiment": {"mode": mode, "value": value},
         "requests": [_request_document(record) for record in measured.records],
         "window_boundaries": measured.boundaries,
     }
-    return json.dumps(
-        {"experiments": [experiment], "version": "2.0", "service_kind": "triton", "endpoint": ""}
-    )
+    document = {
+        "experiments": [experiment],
+        "version": "2.0",
+        "service_kind": service_kind,
+        "endpoint": endpoint,
+    }
+    return json.dumps(document)
 
 
 def _request_document(record: Record) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def stream_sender(connection: GrpcConnection) -> Sender:
                 times.append(time.monotonic_ns())
                 outputs.append(answer.outputs)
         except ServerError as error:
-            return _failed(request, sent, error)
+            return failed_record(request, sent, error)
         error_text = "" if times else "no answer came"
         return Record(request, sent, tuple(times), tuple(outputs), error_text)
 
@@ -81,13 +81,13 @@ def single_sender(connection: Connection) -> Sender:
         try:
             answer = connection.infer(request)
         except ServerError as error:
-            return _failed(request, sent, error)
+            return failed_record(request, sent, error)
         return Record(request, sent, (time.monotonic_ns(),), (answer.outputs,))
 
     return send
 
 
-def _failed(request: Request, sent: int, error: ServerError) -> Record:
+def failed_record(request: Request, sent: int, error: ServerError) -> Record:
     return Record(request, sent, (time.monotonic_ns(),), (), str(error))
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 
@@ -16,14 +16,14 @@ from slipstream.bench.llm_metrics import LlmMetrics, llm_metrics
 from slipstream.bench.load import (
     Load,
     Measured,
+    Sender,
     WindowRule,
     check_answers,
     measure,
-    stream_sender,
 )
 from slipstream.bench.prompts import Lengths, synthetic_prompt
 from slipstream.bench.tokenizer import TextTokenizer
-from slipstream.client.connection import GrpcConnection, Request
+from slipstream.client.connection import Request
 from slipstream.client.declared_inputs import declared_inputs
 from slipstream.client.tensors import Array
 from slipstream.weights.whole_file import write_whole
@@ -77,6 +77,18 @@ class LoadLevel(NamedTuple):
     @property
     def folder_name(self) -> str:
         return f"{self.mode}{self.value:g}"
+
+
+class MeasuredModel(Protocol):
+    """A text model of some protocol."""
+
+    name: str
+    text_output: str
+
+    def input_name(self, field_name: str) -> str:
+        """Return the model's own name of an input."""
+
+    def request(self, row: Row, number: int) -> Request: ...
 
 
 class TextModel:
@@ -173,9 +185,9 @@ class TextLoad:
     """Measures text models of a server under load."""
 
     def __init__(
-        self, connection: GrpcConnection, models: Iterable[TextModel], tokenizer: TextTokenizer
+        self, send: Sender, models: Iterable[MeasuredModel], tokenizer: TextTokenizer
     ) -> None:
-        self._send = stream_sender(connection)
+        self._send = send
         self._models = {model.name: model for model in models}
         self._tokenizer = tokenizer
 
@@ -213,6 +225,8 @@ class ArtifactFiles(NamedTuple):
 
     folder: Path
     profile_export_file: str
+    service_kind: str = "triton"
+    endpoint: str = ""
 
     def write(
         self,
@@ -224,7 +238,9 @@ class ArtifactFiles(NamedTuple):
     ) -> list[tuple[str, Path]]:
         """Write the files and return the kind and the path of each report."""
         write_whole(self.folder / "llm_inputs.json", llm_report.inputs_document(rows))
-        export = llm_report.profile_export(measured, level.mode, level.value)
+        export = llm_report.profile_export(
+            measured, level.mode, level.value, self.service_kind, self.endpoint
+        )
         write_whole(self.folder / self.profile_export_file, export)
         reports = {
             "json": llm_report.json_report(metrics, options),

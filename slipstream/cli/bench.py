@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.bench import llm_report, plots
-from slipstream.bench.load import WindowRule
+from slipstream.bench.load import Sender, WindowRule, stream_sender
+from slipstream.bench.openai_load import ENDPOINTS, OpenAIModel, openai_sender
 from slipstream.bench.plots import Run
 from slipstream.bench.prompts import Lengths
 from slipstream.bench.text_load import (
     ArtifactFiles,
     LoadLevel,
+    MeasuredModel,
     PromptSettings,
     Row,
     TextLoad,
@@ -32,9 +34,15 @@ from slipstream.bench.tokenizer import (
 )
 from slipstream.cli.arguments import CommandError, Parser, UsageError, add_verbose, at_least
 from slipstream.cli.compat.passed_flags import read_passed_flags
-from slipstream.cli.connections import closing_connection, connect_grpc
+from slipstream.cli.connections import PORTS, closing_connection, connect
 from slipstream.cli.log import log
-from slipstream.client.connection import GrpcConnection, Request, ServerError
+from slipstream.client.connection import (
+    Connection,
+    GrpcConnection,
+    HttpConnection,
+    Request,
+    ServerError,
+)
 from slipstream.version import VERSION
 from slipstream.weights.home import expand_home
 from slipstream.weights.whole_file import write_whole
@@ -75,9 +83,9 @@ def create_parser() -> Parser:
     add(
         "-u",
         "--url",
-        default="localhost:8001",
         metavar="HOST:PORT",
-        help="gRPC address of the server.",
+        help="Address of the server: gRPC (default: localhost:8001), or HTTP for OpenAI's API "
+        "(default: localhost:8000).",
     )
     add(
         "--streaming",
@@ -89,6 +97,7 @@ def create_parser() -> Parser:
         metavar="FOLDER",
         help="Folder or hub id of a tokenizer that counts tokens (default: the server's).",
     )
+    _add_protocol(parser)
     _add_load(parser)
     _add_prompts(parser)
     _add_answers(parser)
@@ -101,6 +110,22 @@ def create_parser() -> Parser:
         help="Print the version and exit.",
     )
     return parser
+
+
+def _add_protocol(parser: Parser) -> None:
+    add = parser.group("protocol").add_argument
+    add(
+        "--service-kind",
+        choices=["triton", "openai"],
+        help="API of the server (default: that of --endpoint-type).",
+    )
+    add(
+        "--endpoint-type",
+        choices=["kserve", "generate", *ENDPOINTS],
+        help="kserve or generate: Triton's gRPC protocol; chat or completions: OpenAI's API "
+        "(default: kserve).",
+    )
+    add("--endpoint", metavar="PATH", help="Path of OpenAI's API (default: that of its type).")
 
 
 def _add_load(parser: Parser) -> None:
@@ -240,8 +265,6 @@ def _add_fixed(parser: Parser) -> None:
         choices=["round_robin"],
         help="How several models share the requests.",
     )
-    add("--service-kind", default="triton", metavar="KIND", help="Kind of server.")
-    add("--endpoint-type", default="kserve", metavar="TYPE", help="Protocol of the requests.")
     add(
         "--backend",
         default="tensorrtllm",
@@ -271,11 +294,7 @@ def _concurrency_levels(text: str) -> list[int]:
 def _check(given: Namespace) -> None:
     if not given.model:
         raise UsageError("-m is required: the name of the text model")
-    only_triton = "only Triton's protocol is measured here; leave it out"
-    if given.service_kind != "triton":
-        raise CommandError(f"--service-kind {given.service_kind}: {only_triton}")
-    if given.endpoint_type not in ("kserve", "generate"):
-        raise CommandError(f"--endpoint-type {given.endpoint_type}: {only_triton}")
+    _choose_protocol(given)
     if given.input_dataset is not None:
         raise CommandError(
             "--input-dataset: nothing is downloaded; give the prompts with --input-file"
@@ -290,21 +309,48 @@ def _check(given: Namespace) -> None:
         raise CommandError("--profile-export-file is a bare file name; --artifact-dir says where")
 
 
+def _choose_protocol(given: Namespace) -> None:
+    """Set the kind of server, the endpoint and the address that were left out."""
+    kind = "openai" if given.endpoint_type in ENDPOINTS else "triton"
+    if given.service_kind == "openai" and kind == "triton":
+        raise CommandError("--service-kind openai needs --endpoint-type chat or completions")
+    if given.service_kind not in (None, kind):
+        raise CommandError(f"--endpoint-type {given.endpoint_type} needs --service-kind {kind}")
+    if given.endpoint is not None and kind == "triton":
+        raise CommandError("--endpoint needs --endpoint-type chat or completions")
+    given.service_kind = kind
+    given.endpoint_type = given.endpoint_type or "kserve"
+    if kind == "openai":
+        given.endpoint = (given.endpoint or ENDPOINTS[given.endpoint_type]).lstrip("/")
+    given.url = given.url or f"localhost:{PORTS['http' if kind == 'openai' else 'grpc']}"
+
+
 def run(given: Namespace) -> int:
     _check(given)
     settings = _prompt_settings(given)
     levels = [LoadLevel(number, given.request_rate) for number in given.concurrency]
-    connection = connect_grpc(given.url)
+    connection = connect("http" if given.service_kind == "openai" else "grpc", given.url)
     with closing_connection(connection):
-        models = [TextModel(name, connection.config(name)) for name in given.model]
+        models, send = _measured_models(given, connection)
         tokenizer = _tokenizer(given, connection)
-        load = TextLoad(connection, models, tokenizer)
+        load = TextLoad(send, models, tokenizer)
         rows = create_rows(given.model, settings, tokenizer)
         requests = load.requests(rows)
         runs = [_run_level(given, load, level, rows, requests) for level in levels]
     if given.generate_plots:
         _write_plots(given, levels, runs)
     return 0
+
+
+def _measured_models(
+    given: Namespace, connection: Connection
+) -> tuple[list[MeasuredModel], Sender]:
+    if isinstance(connection, HttpConnection):
+        openai = [OpenAIModel(name, given.endpoint_type) for name in given.model]
+        return list(openai), openai_sender(connection, given.endpoint)
+    assert isinstance(connection, GrpcConnection)
+    models = [TextModel(name, connection.config(name)) for name in given.model]
+    return list(models), stream_sender(connection)
 
 
 def _prompt_settings(given: Namespace) -> PromptSettings:
@@ -330,7 +376,7 @@ def _extra_inputs(pairs: list[str]) -> dict[str, str]:
     return inputs
 
 
-def _tokenizer(given: Namespace, connection: GrpcConnection) -> TextTokenizer:
+def _tokenizer(given: Namespace, connection: Connection) -> TextTokenizer:
     if given.tokenizer is None:
         try:
             return ServerTextTokenizer(connection)
@@ -366,7 +412,12 @@ def _run_level(
     measured = load.measure(requests, level, given.request_count, windows)
     metrics = load.metrics(measured, given.streaming)
     llm_report.print_table(metrics)
-    files = ArtifactFiles(_folder(given, level.folder_name), given.profile_export_file)
+    files = ArtifactFiles(
+        _folder(given, level.folder_name),
+        given.profile_export_file,
+        given.service_kind,
+        given.endpoint or "",
+    )
     options = {
         **vars(given),
         "concurrency": level.concurrency,
@@ -389,7 +440,8 @@ def _describe(given: Namespace, level: LoadLevel) -> str:
 
 def _folder(given: Namespace, load: str) -> Path:
     name = "_".join(given.model).replace("/", "_")
-    folder: Path = given.artifact_dir / f"{name}-{given.service_kind}-{given.backend}-{load}"
+    what = given.endpoint_type if given.service_kind == "openai" else given.backend
+    folder: Path = given.artifact_dir / f"{name}-{given.service_kind}-{what}-{load}"
     return folder
 
 

@@ -253,6 +253,10 @@ class HttpConnection:
             raise ServerError(f"the connection to {self.url} broke: {error}") from error
         return document
 
+    def post(self, path: str, body: Any) -> dict[str, Any]:
+        """Return the JSON object that a route answers with."""
+        return self._document("POST", path, body)
+
     def models(self) -> dict[str, str]:
         """Return the text models. An adapter's value is the model that it belongs to."""
         document = self._document("GET", "/v1/models", None)

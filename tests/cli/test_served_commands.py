@@ -556,7 +556,12 @@ class TestLoad:
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for flags, name in (
-            (["--service-kind", "openai"], "--service-kind openai"),
+            (["--service-kind", "openai"], "--service-kind openai needs --endpoint-type chat or"),
+            (["--endpoint", "v1/x"], "--endpoint needs --endpoint-type chat or completions"),
+            (
+                ["--endpoint-type", "chat", "--service-kind", "triton"],
+                "--endpoint-type chat needs --service-kind openai",
+            ),
             (["--", "--collect-metrics"], "--collect-metrics after -- is not available here"),
             (["--", "--shape", "x:1"], "--shape after -- is not available here"),
             (["--", "-i", "http"], "-i http after --: only grpc is measured here"),

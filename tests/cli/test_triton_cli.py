@@ -202,8 +202,35 @@ def test_the_openai_frontend_answers_with_the_given_chat_template(tmp_path: Path
         }
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
         assert answer["choices"][0]["message"]["content"] == "41 42"
+        for endpoint_type, stream in (("chat", True), ("chat", False), ("completions", True)):
+            check_openai_profile(server, tmp_path, endpoint_type, stream)
     finally:
         server.close()
+
+
+def check_openai_profile(
+    server: TinyServer, folder: Path, endpoint_type: str, streaming: bool
+) -> None:
+    """Measure ten requests over OpenAI's API, and read the files that are written."""
+    words = ["profile", "-m", MODEL, "--service-kind", "openai", "--endpoint-type", endpoint_type]
+    words += ["--url", f"localhost:{port(server, 'http')}", "--artifact-dir", str(folder)]
+    words += ["--isl", "10", "--osl", "6", "--extra-inputs", "temperature:0"]
+    words += ["--extra-inputs", "ignore_eos:true", *(["--streaming"] if streaming else [])]
+    result = run_cli([*words, "--", "--request-count", "10"], "triton")
+    assert (result.exit_code, result.stderr) == (0, "")
+    results = folder / f"{MODEL}-openai-{endpoint_type}-concurrency1"
+    report = json.loads((results / "profile_export_genai_perf.json").read_text())
+    assert report["input_sequence_length"]["avg"] == 10
+    assert report["output_sequence_length"]["avg"] == 6
+    assert ("time_to_first_token" in report) == streaming
+    export = json.loads((results / "profile_export.json").read_text())
+    expected = {"chat": "v1/chat/completions", "completions": "v1/completions"}[endpoint_type]
+    assert (export["service_kind"], export["endpoint"]) == ("openai", expected)
+    requests = export["experiments"][0]["requests"]
+    assert len(requests) == 10
+    body = json.loads(requests[0]["request_inputs"]["payload"])
+    assert (body["max_tokens"], body["temperature"], body["ignore_eos"]) == (6, 0, True)
+    assert body.get("stream", False) == streaming
 
 
 def test_without_permission_the_start_names_the_cause(tmp_path: Path) -> None:
