@@ -146,7 +146,10 @@ class Guided:
         end = len(self._vocabulary.texts)
         if end in forced:  # no token spells what comes next
             forced = forced[: forced.index(end)]
-        revised = self._to_canonical([*tokens, *forced], len(tokens), fixed)
+        special = self._vocabulary.special
+        text = next((place for place, token in enumerate(forced) if token in special), len(forced))
+        revised = self._to_canonical([*tokens, *forced[:text]], len(tokens), fixed)
+        revised += forced[text:]
         return Revision(revised, self._count_settled(revised, fixed))
 
     def _count_settled(self, tokens: list[int], fixed: int) -> int:
