@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from slipstream.engine.constraints.guided import compose
 from slipstream.engine.sampling_params import Guide
 from slipstream.server.openai.grammar import NO_FRAME, Frame, special_ids
+from slipstream.server.openai.generation import CountTokens
 from slipstream.server.openai.harmony import (
+    AnalysisCounter,
     HarmonyReader,
     channel_frame,
     shown_ids,
@@ -16,6 +18,7 @@ from slipstream.server.openai.harmony import (
 )
 from slipstream.server.openai.parts import PartReader, PlainReader
 from slipstream.server.openai.reasoning import (
+    ReasoningCounter,
     ReasoningReader,
     find_reasoning,
     reasoning_frame,
@@ -34,6 +37,7 @@ class AnswerFormat:
     shown_ids: frozenset[int] = frozenset()  # special tokens that the reader needs
     frame: Frame = NO_FRAME
     rules: CallRules | None = None
+    count_reasoning: CountTokens | None = None  # None: the model does not reason
 
     def guide(self, response: Guide | None) -> Guide | None:
         """Return the grammar of an answer. `response`: the grammar of its text."""
@@ -51,7 +55,9 @@ def find_answer_format(
     """Return the format of the answers to a prompt, as the chat template shows it."""
     if uses_channels(tools.template):
         frame = channel_frame(tokenizer)
-        return AnswerFormat(HarmonyReader, shown_ids(tokenizer), frame, tools.rules)
+        return AnswerFormat(
+            HarmonyReader, shown_ids(tokenizer), frame, tools.rules, AnalysisCounter(tokenizer)
+        )
     answers = _without_reasoning(tools, tokenizer, text_is_guided)
     reasoning = find_reasoning(tools.template)
     if reasoning is None:
@@ -64,6 +70,7 @@ def find_answer_format(
         frozenset(ids.values()),
         replace(frame, ids=ids),
         tools.rules,
+        ReasoningCounter(reasoning, start, tokenizer),
     )
 
 

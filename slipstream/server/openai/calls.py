@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.http.exchange import Exchange
 from slipstream.server.openai.errors import ApiError
-from slipstream.server.openai.generation import CallAnswers
+from slipstream.server.openai.generation import CallAnswers, CountTokens
 from slipstream.server.openai.models import OpenAIModel
 
 Document = dict[str, Any]
@@ -48,3 +48,4 @@ class Call:
     send: Callable[[CallAnswers, Exchange], Awaitable[None]] | None = None
     returned: int | None = None  # number of answers to each prompt that are returned; None: all
     prompts_only: bool = False  # prompts are scored, and what is generated is dropped
+    count_reasoning: CountTokens | None = None  # counts the reasoning among an answer's tokens

@@ -17,7 +17,7 @@ from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.choices import ChoicesWriter, token_report
 from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import ChatFields, read_fields
-from slipstream.server.openai.generation import finish_reason
+from slipstream.server.openai.generation import CountTokens, finish_reason
 from slipstream.server.openai.guides import read_guide
 from slipstream.server.openai.log_probs import ScoredTokens, chat_log_probs
 from slipstream.server.openai.models import OpenAIModel, find_model
@@ -57,6 +57,14 @@ class PreparedChat:
     new_reader: Callable[[], PartReader]  # one for each answer
     guided_by: str  # request field that carried the grammar
     log_probs: bool
+    count_reasoning: CountTokens | None  # None: the model does not reason
+
+    @property
+    def hidden_ids(self) -> frozenset[int]:
+        """The special tokens that are not part of the text."""
+        if not self.text.skip_special_tokens:
+            return frozenset()
+        return self.model.tokenizer.special_ids - self.text.shown_special_ids
 
 
 async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
@@ -69,7 +77,7 @@ async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
         bool(prepared.text.stop_words),
         prepared.new_reader,
         bool(fields.return_tokens_as_token_ids),
-        prepared.text.skip_special_tokens,
+        prepared.hidden_ids,
     )
     report = token_report(fields, prepared.model.tokenizer, [prepared.text], in_choices=False)
     writer = ChoicesWriter.create("chatcmpl", prepared.model.id, choice_writer, fields, report)
@@ -81,6 +89,7 @@ async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
         bool(fields.stream),
         ignored,
         prepared.guided_by,
+        count_reasoning=prepared.count_reasoning,
     )
 
 
@@ -112,7 +121,9 @@ async def prepare_chat(fields: ChatFields, body_bytes: int, model: OpenAIModel) 
         model.adapter(),
     )
     text = replace(text, shown_special_ids=answers.shown_ids)
-    return PreparedChat(model, text, answers.new_reader, guided_by, log_probs)
+    return PreparedChat(
+        model, text, answers.new_reader, guided_by, log_probs, answers.count_reasoning
+    )
 
 
 async def _answer_guide(answers: AnswerFormat, response: Guide | None) -> Guide | None:
@@ -147,7 +158,7 @@ class ChatChoiceWriter:
     stop_words: bool  # whether stop words may end the text
     new_reader: Callable[[], PartReader]
     as_ids: bool = False  # tokens with scores are named by their ids
-    skip_special_tokens: bool = True
+    hidden_ids: frozenset[int] = frozenset()  # tokens that are not part of the text
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
     _readers: dict[int, PartReader] = field(default_factory=dict)
@@ -203,8 +214,7 @@ class ChatChoiceWriter:
         if not self.log_probs:
             return None
         if index not in self._scored:
-            hidden = None if self.skip_special_tokens else frozenset[int]()
-            self._scored[index] = ScoredTokens(self.tokenizer, self.stop_words, hidden)
+            self._scored[index] = ScoredTokens(self.tokenizer, self.stop_words, self.hidden_ids)
         return chat_log_probs(self.tokenizer, self._scored[index].push(output), self.as_ids)
 
 

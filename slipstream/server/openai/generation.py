@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,8 @@ from slipstream.server.kserve.inference import InferRequest, RequestTrace
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.openai.models import OpenAIModel
 from slipstream.server.text.sequences import merge_streams
+
+CountTokens = Callable[[Sequence[int]], int]
 
 
 @dataclass
@@ -24,6 +26,7 @@ class CallAnswers:
     answers: int  # number of answers to each prompt
     returned: int | None = None  # number of answers to each prompt that are returned; None: all
     prompts_only: bool = False  # prompts are scored, and what is generated is dropped
+    count_reasoning: CountTokens | None = None  # counts the reasoning among an answer's tokens
     choices: list[Completion] = field(init=False)
     # outputs that wait for the scores of their prompt, which come with its first answer
     _waiting: dict[int, list[tuple[int, TextOutput]]] = field(init=False)
@@ -95,22 +98,28 @@ class CallAnswers:
 
     def usage(self) -> dict[str, Any]:
         # A prompt is counted once, whatever the number of its answers.
-        return _usage(self.choices[:: self.answers], self.choices)
+        return self._usage(self.choices[:: self.answers], self.choices)
 
     def usage_so_far(self, index: int) -> dict[str, Any]:
         """Return the usage of one answer to one prompt, up to now."""
-        return _usage([self.choices[index]], [self.choices[index]])
+        return self._usage([self.choices[index]], [self.choices[index]])
 
-
-def _usage(prompts: Sequence[Completion], answers: Sequence[Completion]) -> dict[str, Any]:
-    prompt = sum(choice.prompt_tokens for choice in prompts)
-    completion = sum(len(choice.tokens) for choice in answers)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in prompts)},
-    }
+    def _usage(
+        self, prompts: Sequence[Completion], answers: Sequence[Completion]
+    ) -> dict[str, Any]:
+        prompt = sum(choice.prompt_tokens for choice in prompts)
+        completion = sum(len(choice.tokens) for choice in answers)
+        cached = sum(choice.cached_tokens for choice in prompts)
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        if self.count_reasoning is not None:
+            reasoning = sum(self.count_reasoning(choice.tokens) for choice in answers)
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return usage
 
 
 def _drop_tokens(output: TextOutput) -> None:

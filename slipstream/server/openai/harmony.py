@@ -10,6 +10,8 @@ A call is a message on the channel commentary with a recipient:
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slipstream.server.openai.grammar import ANY_TEXT, Frame, regex_literal, special_ids, spell
 from slipstream.server.openai.part_stream import Steps, StreamReader, partial_mark
@@ -47,6 +49,31 @@ def channel_frame(tokenizer: Tokenizer) -> Frame:
         rules.append(rf"said[lazy]: /(.|\n)*{regex_literal('<|end|>')}/")
     final = spell(f"<|channel|>final{_MESSAGE}", ids)
     return Frame(before="message*", before_text=final, rules=rules, ids=ids)
+
+
+@dataclass(frozen=True)
+class AnalysisCounter:
+    """Counts the tokens of the messages on the channel analysis, without their headers."""
+
+    tokenizer: Tokenizer
+
+    def __call__(self, tokens: Sequence[int]) -> int:
+        ids = special_ids(self.tokenizer, _MARKS)
+        ends = {ids[mark] for mark in _ENDS if mark in ids}
+        count = 0
+        start = 0  # of the header, then of the message
+        in_analysis = False
+        for place, token in enumerate(tokens):
+            if token == ids.get(_MESSAGE):
+                header = self.tokenizer.decode(tokens[start:place], skip_special_tokens=False)
+                channel = _CHANNEL.search(header)
+                in_analysis = channel is not None and channel[1] == "analysis"
+                start = place + 1
+            elif token in ends:
+                count += place - start if in_analysis else 0
+                in_analysis = False
+                start = place + 1
+        return count + (len(tokens) - start if in_analysis else 0)
 
 
 class HarmonyReader(StreamReader):

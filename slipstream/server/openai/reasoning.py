@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -12,6 +14,7 @@ from slipstream.server.text.tokenizer import Tokenizer
 
 # Tokens at the end of a prompt that show whether the answer starts within reasoning.
 PROMPT_END = 16
+OPENING_TOKENS = 16  # most tokens of the mark that opens the reasoning
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,34 @@ def reasoning_frame(
     opened = spell(reasoning.open, ids)
     not_text = "" if reasoning.open in ids else reasoning.open
     return Frame(before=f"({opened} thought SPACE)?", not_text=not_text, rules=rules, ids=ids)
+
+
+@dataclass(frozen=True)
+class ReasoningCounter:
+    """Counts the tokens of the reasoning in an answer, with its marks."""
+
+    reasoning: ReasoningFormat
+    start: ReasoningStart
+    tokenizer: Tokenizer
+
+    def __call__(self, tokens: Sequence[int]) -> int:
+        if self.start is ReasoningStart.AFTER:
+            return 0
+        opened = self._decode(tokens[:OPENING_TOKENS]).lstrip().startswith(self.reasoning.open)
+        if self.start is ReasoningStart.BEFORE and not opened:
+            return 0
+        mark = self.tokenizer.encode(self.reasoning.close, add_special_tokens=False)
+        if len(mark) == 1 and mark[0] in tokens:
+            return tokens.index(mark[0]) + 1
+        ends = range(len(tokens) + 1)
+        place = bisect_left(ends, True, key=lambda end: self._closes(tokens[:end]))
+        return min(place, len(tokens))
+
+    def _closes(self, tokens: Sequence[int]) -> bool:
+        return self.reasoning.close in self._decode(tokens)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 class ReasoningReader(StreamReader):

@@ -59,7 +59,12 @@ class CallService:
             for text, trace in zip(call.texts, traces, strict=True)
         ]
         answers = CallAnswers(
-            call.model, requests, call.texts[0].sequences, call.returned, call.prompts_only
+            call.model,
+            requests,
+            call.texts[0].sequences,
+            call.returned,
+            call.prompts_only,
+            call.count_reasoning,
         )
         try:
             if call.send is not None:
