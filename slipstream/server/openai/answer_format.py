@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from slipstream.engine.constraints.guided import compose
 from slipstream.engine.sampling_params import Guide
-from slipstream.server.openai.grammar import NO_FRAME, Frame, special_ids
 from slipstream.server.openai.generation import CountTokens
+from slipstream.server.openai.grammar import NO_FRAME, Frame, special_ids
 from slipstream.server.openai.harmony import (
     AnalysisCounter,
     HarmonyReader,
