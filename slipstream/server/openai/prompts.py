@@ -157,7 +157,7 @@ async def _text_tokens(prompt: str, fields: CompletionFields, model: OpenAIModel
 def _truncate(
     tokens: list[int], fields: Fields, model: OpenAIModel, keep_bos: bool = False
 ) -> list[int]:
-    """Return the last tokens of a prompt, as many as truncate_prompt_tokens says.
+    """Return the last tokens of a prompt, as many as truncate_prompt_tokens says, or the first.
 
     `keep_bos` keeps a BOS token at the start, because models are trained with one.
     """
@@ -168,6 +168,8 @@ def _truncate(
         return tokens
     check_bound("truncate_prompt_tokens", limit, Range(1))
     left_out = max(0, len(tokens) - limit)
+    if fields.truncation_side == "right":
+        return tokens[:limit]
     first = 1 if keep_bos and tokens[:1] == [model.tokenizer.bos_id] else 0
     return tokens[:first] + tokens[first + left_out :]
 
