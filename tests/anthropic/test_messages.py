@@ -11,6 +11,7 @@ import httpx
 import pydantic
 import pytest
 from call_templates import HERMES
+from call_templates import THINKING
 from called_functions import WEATHER, GuidedText, called_by, replace_answers
 from http_support import RunningServer
 from response_calls import chatted
@@ -279,6 +280,15 @@ def test_the_tool_choice_is_obeyed(calling, client):
     assert prompt_tokens(message) == chatted(calling, QUESTION).usage.prompt_tokens
 
 
+def test_a_call_that_the_limit_cuts_off_has_no_input(calling, client):
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    forced: Any = {"tools": [TOOL], "tool_choice": choice}
+    complete = create(client, **forced, max_tokens=300)
+    message = create(client, **forced, max_tokens=complete.usage.output_tokens - 20)
+    assert message.stop_reason == "max_tokens"
+    assert [block.input for block in message.content] == [{}]
+
+
 class Answer(pydantic.BaseModel):
     colour: Literal["red", "blue"]
 
@@ -314,6 +324,27 @@ def test_thinking_is_a_block_with_a_signature():
     omitted = Content(omit_thinking=True)
     assert len([*omitted.push(parts[:2]), *omitted.finish()]) == 3
     assert omitted.blocks[0]["thinking"] == ""
+
+
+def test_what_the_model_thinks_is_a_block_and_goes_on(serving, client, monkeypatch):
+    called_by(serving, monkeypatch, THINKING)
+    pieces = ["<think>\nLet ", "me ", "see.\n</th", "ink>\n\nIt is", " Rome."]
+    requests = replace_answers(serving, monkeypatch, pieces)
+    fields: Any = {"max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    whole = create(client, **fields)
+    thought, said = whole.content
+    assert (thought.type, thought.thinking, said.text) == ("thinking", "Let me see.", "It is Rome.")
+    with client.messages.stream(model="chat", messages=QUESTION, **fields) as stream:
+        kinds = [event.delta.type for event in stream if event.type == "content_block_delta"]
+        final = stream.get_final_message()
+    assert final.content[0] == thought
+    assert final.content[1].text == said.text
+    assert kinds.index("signature_delta") == kinds.count("thinking_delta") > 1
+    following = {"role": "user", "content": "And?"}
+    create(client, [*QUESTION, {"role": "assistant", "content": whole.content}, following])
+    prompt = serving.generator.tokenizer.decode(requests[-1].prompt)
+    assert "<think>\nLet me see.\n</think>\n\nIt is Rome." in prompt
+    assert prompt.endswith("[assistant] <think>\n\n</think>\n\n")  # not requested this time
 
 
 def test_thinking_is_a_switch_of_the_chat_template(serving, client, monkeypatch):

@@ -10,6 +10,7 @@ import openai
 import pydantic
 import pytest
 from call_templates import HERMES
+from call_templates import THINKING
 from called_functions import WEATHER, GuidedText, called_by, replace_answers
 from response_calls import chatted, respond
 
@@ -285,6 +286,77 @@ def test_a_required_or_named_function_is_called(calling):
         assert set(json.loads(call.arguments)) == {"city", "days"}
 
 
+def test_a_call_that_the_limit_cuts_off_is_incomplete(calling):
+    forced: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    complete = respond(calling, **forced, max_output_tokens=300)
+    limit = complete.usage.output_tokens - 20
+    response = respond(calling, **forced, max_output_tokens=limit)
+    (call,) = response.output
+    assert (call.type, call.status, response.status) == (
+        "function_call",
+        "incomplete",
+        "incomplete",
+    )
+    assert complete.output[0].arguments.startswith(call.arguments)
+    assert 0 < len(call.arguments) < len(complete.output[0].arguments)
+    # the conversation goes on without it
+    again = respond(calling, "Again", previous_response_id=response.id)
+    messages = [{"role": "user", "content": "Hello there"}, {"role": "user", "content": "Again"}]
+    assert again.usage.input_tokens == chatted(calling, messages).usage.prompt_tokens
+
+
+def test_only_allowed_tools_are_called(calling):
+    others: Any = [{"type": "function", "name": f"other_{number}"} for number in range(9)]
+    allowed: Any = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "weather"}],
+    }
+    response = respond(
+        calling,
+        tools=[*others, TOOL],
+        tool_choice=allowed,
+        parallel_tool_calls=False,
+        temperature=3,
+        max_output_tokens=300,
+    )
+    assert [item.name for item in response.output] == ["weather"]
+    assert (response.tool_choice.type, response.tool_choice.mode) == ("allowed_tools", "required")
+    assert len(response.tools) == 10
+
+
+@pytest.mark.parametrize("summary", [None, "auto"])
+def test_reasoning_is_an_item_before_the_answer(serving, monkeypatch, summary):
+    called_by(serving, monkeypatch, THINKING)
+    pieces = ["<think>\nLet ", "me ", "see.\n</th", "ink>\n\nIt is", " Rome."]
+    requests = replace_answers(serving, monkeypatch, pieces)
+    fields: Any = {"reasoning": {"effort": "low", "summary": summary}}
+    whole = respond(serving, **fields)
+    thought, message = whole.output
+    assert (thought.type, whole.output_text) == ("reasoning", "It is Rome.")
+    told = thought.summary if summary else thought.content
+    assert [part.text for part in told] == ["Let me see."]
+    assert 0 < whole.usage.output_tokens_details.reasoning_tokens < 5
+    assert whole.reasoning.effort == "low"
+    with serving.client.responses.stream(model="chat", input="Hello there", **fields) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    kind = "response.reasoning_summary_text" if summary else "response.reasoning_text"
+    deltas = [event.delta for event in events if event.type == f"{kind}.delta"]
+    assert "".join(deltas) == "Let me see."
+    assert len(deltas) > 1
+    assert [item.type for item in final.output] == ["reasoning", "message"]
+    assert final.output_text == "It is Rome."
+    # the reasoning goes on with the conversation, stored or sent back
+    asked = {"role": "user", "content": "Hello there"}
+    following = {"role": "user", "content": "And?"}
+    respond(serving, [following], previous_response_id=whole.id)
+    respond(serving, [asked, *whole.model_dump()["output"], following])
+    prompts = [serving.generator.tokenizer.decode(request.prompt) for request in requests[-2:]]
+    assert prompts[0] == prompts[1]
+    assert "<think>\nLet me see.\n</think>\n\nIt is Rome." in prompts[0]
+
+
 def test_a_stream_that_fails_ends_with_the_error(serving, monkeypatch):
     async def generate(request):
         yield TextOutput([5], text="Well", prompt_tokens=9)
@@ -382,6 +454,18 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "some"}}, "tool_choice.tools"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "other"}],
+                },
+            },
+            "tool_choice.tools[0]",
+        ),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),

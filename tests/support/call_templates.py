@@ -117,3 +117,10 @@ PARTS = {
     "llama": [("weather", ARGUMENTS)],
     "harmony": [{"Rome it is."}, "Let me see.", ("weather", ARGUMENTS)],
 }
+
+# Shows reasoning, as templates of models that think do.
+THINKING = (
+    "{% for message in messages %}[{{ message.role }}] {% if message.reasoning_content %}"
+    "<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}{{ message.content }}\n{% endfor %}"
+    "[assistant] {% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+)

@@ -47,6 +47,7 @@ FIELD_NAMES: Sequence[tuple[str, str]] = (
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
     (r"(tools\[\d+\])\.function", r"\1"),
+    (r"tool_choice\.allowed_tools", "tool_choice"),
     ("logprobs", "include"),
 )
 _NOTHING: Sequence[Any] = ()

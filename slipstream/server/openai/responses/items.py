@@ -212,6 +212,8 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[Docum
             case "reasoning":
                 text = "".join([part["text"] for part in item["content"] or item["summary"]])
                 _answer(messages, item)["reasoning_content"] = text
+            case "function_call" if item["status"] == "incomplete":
+                continue  # the limit of tokens cut its arguments off
             case "function_call":
                 call = {"name": item["name"], "arguments": item["arguments"]}
                 _answer(messages, item).setdefault("tool_calls", []).append(
