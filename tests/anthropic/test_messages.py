@@ -10,8 +10,7 @@ import anthropic
 import httpx
 import pydantic
 import pytest
-from call_templates import HERMES
-from call_templates import THINKING
+from call_templates import HERMES, THINKING
 from called_functions import WEATHER, GuidedText, called_by, replace_answers
 from http_support import RunningServer
 from response_calls import chatted

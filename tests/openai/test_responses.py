@@ -9,8 +9,7 @@ import httpx
 import openai
 import pydantic
 import pytest
-from call_templates import HERMES
-from call_templates import THINKING
+from call_templates import HERMES, THINKING
 from called_functions import WEATHER, GuidedText, called_by, replace_answers
 from response_calls import chatted, respond
 
@@ -332,7 +331,7 @@ def test_reasoning_is_an_item_before_the_answer(serving, monkeypatch, summary):
     requests = replace_answers(serving, monkeypatch, pieces)
     fields: Any = {"reasoning": {"effort": "low", "summary": summary}}
     whole = respond(serving, **fields)
-    thought, message = whole.output
+    thought, _ = whole.output
     assert (thought.type, whole.output_text) == ("reasoning", "It is Rome.")
     told = thought.summary if summary else thought.content
     assert [part.text for part in told] == ["Let me see."]
