@@ -67,7 +67,7 @@ def evaluate(folder: Path, backend: str, arguments: str) -> dict[str, Any]:
     output = folder / backend
     command = [python, "-m", "lm_eval", "--model", backend, "--model_args", arguments]
     command += ["--tasks", ",".join(NAMES), "--include_path", TASKS, "--output_path", output]
-    command += ["--log_samples", "--batch_size", "8"]
+    command += ["--log_samples", "--batch_size", "8", "--device", "cpu"]
     variables = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
     environ = os.environ | variables | {"OPENAI_API_KEY": "unused"}
     environ.pop("PYTHONPATH", None)
@@ -93,7 +93,7 @@ def ours(folder: Path, server: RealServer) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> dict[str, Any]:
-    return evaluate(folder, "hf", f"pretrained={folder / 'hf'},dtype=float32,device=cpu")
+    return evaluate(folder, "hf", f"pretrained={folder / 'hf'},dtype=float32")
 
 
 def metrics(found: dict[str, Any], task: str) -> dict[str, float]:
