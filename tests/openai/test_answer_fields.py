@@ -138,6 +138,9 @@ def test_a_final_message_is_continued(serving):
         )
         assert text(answer) == text(expected)
         assert answer["usage"]["prompt_tokens"] == len(ids)
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    answer = post(serving.port, "/tokenize", json.dumps({"model": "ensemble", **body}).encode())
+    assert json.loads(answer.body)["tokens"] == ids
 
 
 def test_a_prompt_without_the_generation_prompt(serving):

@@ -122,6 +122,7 @@ def test_several_prompts_with_several_answers_each_have_their_own_scores(serving
         {},
         {"n": 3, "temperature": 1, "seed": 5},
         {"prompt": [PROMPT, [4] * 300]},
+        {"prompt": [[5], [6]], "n": 2},
         {"max_tokens": 0},
         {"max_tokens": 0, "n": 2},
         {"stop": ["zzz"]},

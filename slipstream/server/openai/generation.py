@@ -28,8 +28,9 @@ class CallAnswers:
     prompts_only: bool = False  # prompts are scored, and what is generated is dropped
     count_reasoning: CountTokens | None = None  # counts the reasoning among an answer's tokens
     choices: list[Completion] = field(init=False)
-    # outputs that wait for the scores of their prompt, which come with its first answer
-    _waiting: dict[int, list[tuple[int, TextOutput]]] = field(init=False)
+    # the first answer to each scored prompt → outputs that wait for the scores, which come with
+    # that answer; None once they have come
+    _waiting: dict[int, list[tuple[int, TextOutput]] | None] = field(init=False)
 
     def __post_init__(self) -> None:
         count = len(self.requests) * self.answers
@@ -44,7 +45,8 @@ class CallAnswers:
     async def outputs(self) -> AsyncGenerator[tuple[int, TextOutput], None]:
         """Yield each new output with the index of its choice.
 
-        The outputs of scored prompts all have the scores, and none comes before them. Raises the first InferenceError. Closing the generator cancels the running requests.
+        The outputs of scored prompts all have the scores, and none comes before them. Raises the
+        first InferenceError. Closing the generator cancels the running requests.
         """
         async with AsyncExitStack() as stack:
             infer = self.model.entry.model.infer
@@ -63,6 +65,9 @@ class CallAnswers:
                     if self.prompts_only:
                         _drop_tokens(output)
                     self.choices[index].add(output)
+                    if not self._waiting:
+                        yield index, output
+                        continue
                     for ready in self._with_prompt_scores(index, output):
                         yield ready
 
@@ -70,16 +75,16 @@ class CallAnswers:
         self, index: int, output: TextOutput
     ) -> Iterator[tuple[int, TextOutput]]:
         first = index - index % self.answers
-        if first not in self._waiting:
-            if output.scores is None and self.choices[first].scores.prompt_log_probs:
-                output.scores = self.choices[first].scores
+        scored = self.choices[first]
+        waiting = self._waiting[first]
+        if waiting is None:
+            output.scores = scored.scores
             yield index, output
             return
-        self._waiting[first].append((index, output))
-        scored = self.choices[first]
+        waiting.append((index, output))
         if not scored.tokens and not scored.finish_reason:
             return
-        waiting = self._waiting.pop(first)
+        self._waiting[first] = None
         for place in range(first, first + self.answers):
             self.choices[place].scores = scored.scores
         for index, output in waiting:

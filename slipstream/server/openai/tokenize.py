@@ -16,7 +16,7 @@ from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import convert_fields, decode_object
 from slipstream.server.openai.models import OpenAIModel, find_model_or_default
 from slipstream.server.openai.prompts import check_characters, read_template_variables
-from slipstream.server.text.chat import ChatError, VariableError, render_chat
+from slipstream.server.text.chat import ChatError, ContinueError, VariableError, render_chat
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.messages import MessageError, template_messages
 from slipstream.server.text.threads import in_thread_if_long
@@ -103,8 +103,6 @@ async def _text_tokens(name: str, text: str, special: bool, model: OpenAIModel) 
 async def _conversation_tokens(
     fields: TokenizeFields, given: list[dict[str, Any]], body_bytes: int, model: OpenAIModel
 ) -> list[int]:
-    if fields.continue_final_message:
-        raise field_error("continue_final_message", "is not supported by this server")
     template = model.tokenizer.chat_template or ""
     variables = read_template_variables(fields.chat_template_kwargs)
     try:
@@ -115,6 +113,8 @@ async def _conversation_tokens(
         raise ApiError(str(error), error.field) from error
     except VariableError as error:
         raise ApiError(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
+    except ContinueError as error:
+        raise field_error("continue_final_message", str(error)) from error
     except (ChatError, TokenizerError) as error:
         raise ApiError(str(error), "messages") from error
 
@@ -129,6 +129,7 @@ def _render_and_encode(
         model.tokenizer,
         messages,
         add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=fields.continue_final_message,
         tools=fields.tools,
         variables=variables,
     )
