@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.engine.messages import Scores
-from slipstream.engine.sampling_params import SamplingParams
+from slipstream.engine.sampling_params import EMBEDDING_KINDS, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.process import start_real_engine
 from slipstream.llm_options import Prompt, SamplingOptions
@@ -49,6 +49,7 @@ __all__ = ["LLM", "Completion", "GenerationFailed", "SamplingOptions", "engine_f
 
 Conversation = Sequence[Message]
 Logits = npt.NDArray[np.float32]
+Vectors = npt.NDArray[np.float32]
 Result = TypeVar("Result")
 
 
@@ -138,6 +139,51 @@ class LLM:
 
         return self._caller.run(answer())
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: str = "",
+        *,
+        adapter: str | Path | None = None,
+    ) -> Vectors:
+        """Return the embeddings of one or more prompts, in their order: float32 [prompts, size].
+
+        A prompt is a text or a list of token ids. `pooling` is last, mean, weightedmean or cls.
+        The default is the model's own, for models that declare one. Embeddings have unit length
+        unless the model declares otherwise.
+        """
+        declared = read_engine_config(self.folder).pooling
+        kind = pooling or (declared.kind if declared is not None else "")
+        if kind not in EMBEDDING_KINDS:
+            reason = "" if pooling else ": the model declares none"
+            raise ValueError(f"pooling must be one of {', '.join(EMBEDDING_KINDS)}{reason}")
+        options = SamplingOptions(max_tokens=1, ignore_end=True, adapter=adapter)
+        requests = []
+        for prompt in _list_prompts(prompts):
+            request = options.request(self._pooled_prompt(prompt))
+            sampling = replace(request.sampling, pooling=kind)
+            requests.append(replace(request, sampling=sampling))
+        vectors: Vectors = np.stack(self._caller.run(self._run_all(requests, self._pool)))
+        if declared is None or declared.normalize:
+            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+            vectors = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
+        return vectors
+
+    def _pooled_prompt(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt, with the special tokens of embeddings around a text."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        before, after = self.tokenizer.affixes
+        return [*before, *self.tokenizer.encode(prompt, False), *after]
+
+    async def _pool(self, request: TextRequest) -> Vectors:
+        async with aclosing(self._generator.generate(request)) as stream:
+            deltas = [_check(delta) async for delta in stream]
+        scores = Scores()
+        for delta in deltas:
+            scores.merge(delta.scores or Scores())
+        return np.frombuffer(scores.pooled, dtype=np.float32)
+
     async def stream(
         self,
         prompt: Prompt | Conversation,
@@ -170,7 +216,15 @@ class LLM:
         self.close()
 
     async def _complete_all(self, requests: list[TextRequest]) -> list[Completion]:
-        tasks = [asyncio.ensure_future(self._complete(request)) for request in requests]
+        return await self._run_all(requests, self._complete)
+
+    async def _run_all(
+        self,
+        requests: list[TextRequest],
+        run: Callable[[TextRequest], Coroutine[Any, Any, Result]],
+    ) -> list[Result]:
+        """Return the results of all requests, which run at the same time."""
+        tasks = [asyncio.ensure_future(run(request)) for request in requests]
         try:
             return await asyncio.gather(*tasks)
         finally:

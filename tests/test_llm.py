@@ -121,6 +121,18 @@ def test_log_probs_equal_transformers(llm, reference):
         assert [token for token, _ in top] == row.topk(3).indices.tolist()
 
 
+def test_embeddings_equal_those_of_transformers(llm, reference):
+    found = llm.embed([*PROMPTS, [5, 6, 7]], pooling="mean")
+    for vector, prompt in zip(found, [*PROMPTS, [5, 6, 7]], strict=True):
+        ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        with torch.inference_mode():
+            state = reference.model(torch.tensor([ids])).last_hidden_state[0].mean(dim=0)
+        assert torch.allclose(torch.tensor(vector), state / state.norm(), atol=1e-5)
+    assert llm.embed("a", pooling="last").shape == (1, 64)
+    with pytest.raises(ValueError, match="pooling must be one of last, mean"):
+        llm.embed("a")
+
+
 def test_prompts_may_be_texts_or_tokens_single_or_in_lists(llm):
     ids = llm.tokenizer.encode(PROMPTS[0])
     (one,) = llm.generate(PROMPTS[0], max_tokens=4)

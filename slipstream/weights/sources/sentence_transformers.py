@@ -67,8 +67,9 @@ def _read_kind(folder: Path, path: str) -> tuple[str, str]:
     if not path or Path(path).name != path:
         return "", f"the path of its Pooling module is not the name of a folder: {path!r}"
     settings = _read_object(folder / path / "config.json")
-    if isinstance(settings.get("pooling_mode"), str):  # newer form
-        settings = {**settings, f"pooling_mode_{_NEWER.get(settings['pooling_mode'], '')}": True}
+    newer = settings.get("pooling_mode")
+    if isinstance(newer, str):
+        settings = {**settings, f"pooling_mode_{_NEWER.get(newer, newer)}": True}
     modes = [key for key, value in settings.items() if key.startswith("pooling_mode_") and value]
     if len(modes) != 1 or modes[0] not in _KINDS:
         found = " and ".join(modes) or "no pooling mode"
