@@ -45,8 +45,29 @@ def test_gpu_scores_equal_transformers(way):
         )
         log_probs = expected.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
         assert np.allclose(scores.prompt_log_probs, log_probs, atol=2e-2)
+        best = expected[: len(prompt) - 1].log_softmax(-1).topk(3).values
+        found = [[value for _, value in top] for top in scores.top_prompt_log_probs]
+        assert np.allclose(found, best, atol=2e-2)
+        assert len(scores.prompt_ranks) == len(prompt) - 1
     alone = run(gpu_engine(model), [GenerateRequest(2, given[2], SamplingParams(max_tokens=40))])
     assert outputs.tokens[2] == alone.tokens[2]
+
+
+def test_gpu_requests_keep_to_allowed_tokens_and_keep_end_tokens():
+    model = tiny("llama")
+    given = prompts(4)
+    plain = SamplingParams(max_tokens=20)
+    alone = [run(gpu_engine(model), [GenerateRequest(0, p, plain)]).tokens[0] for p in given]
+    allowed = SamplingParams(max_tokens=20, allowed_tokens=(3, 11, 40), temperature=2.0, seed=1)
+    ended = SamplingParams(max_tokens=20, end_ids=(alone[2][5],), include_end=True)
+    samplings = [plain, allowed, ended, plain]
+    outputs = run(
+        gpu_engine(model), [GenerateRequest(i, p, samplings[i]) for i, p in enumerate(given)]
+    )
+    assert set(outputs.tokens[1]) <= {3, 11, 40}
+    assert outputs.tokens[2] == alone[2][: alone[2].index(alone[2][5]) + 1]
+    assert outputs.reasons[2] == "stop"
+    assert [outputs.tokens[0], outputs.tokens[3]] == [alone[0], alone[3]]
 
 
 class Alternating:
