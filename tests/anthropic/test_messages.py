@@ -328,11 +328,14 @@ def test_thinking_is_a_block_with_a_signature():
 def test_what_the_model_thinks_is_a_block_and_goes_on(serving, client, monkeypatch):
     called_by(serving, monkeypatch, THINKING)
     pieces = ["<think>\nLet ", "me ", "see.\n</th", "ink>\n\nIt is", " Rome."]
-    requests = replace_answers(serving, monkeypatch, pieces)
+    requests = replace_answers(serving, monkeypatch, pieces, real_tokens=True)
     fields: Any = {"max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}}
     whole = create(client, **fields)
     thought, said = whole.content
     assert (thought.type, thought.thinking, said.text) == ("thinking", "Let me see.", "It is Rome.")
+    rest = len(serving.generator.tokenizer.encode("\n\nIt is Rome.", False))
+    thinking_tokens = whole.usage.output_tokens_details.thinking_tokens
+    assert thinking_tokens + rest == whole.usage.output_tokens
     with client.messages.stream(model="chat", messages=QUESTION, **fields) as stream:
         kinds = [event.delta.type for event in stream if event.type == "content_block_delta"]
         final = stream.get_final_message()

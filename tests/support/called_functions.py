@@ -61,11 +61,19 @@ def prompt_ids(serving, messages, tools=TOOLS) -> list[int]:
     )
 
 
-def replace_answers(serving, monkeypatch, pieces: Sequence[str], reason: str = "stop") -> list[Any]:
+def replace_answers(
+    serving,
+    monkeypatch,
+    pieces: Sequence[str],
+    reason: str = "stop",
+    real_tokens: bool = False,
+) -> list[Any]:
     """Replace the model's answers by these pieces. Return the list of the requests it gets.
 
-    Prompts may be longer than the model's context.
+    Prompts may be longer than the model's context. `real_tokens`: a piece has the tokens of its
+    text, and otherwise one token.
     """
+    encode = serving.generator.tokenizer.encode
     requests = []
     monkeypatch.setattr(OpenAIModel, "longest_prompt", 4096)
 
@@ -73,7 +81,7 @@ def replace_answers(serving, monkeypatch, pieces: Sequence[str], reason: str = "
         requests.append(request)
         for number, piece in enumerate(pieces):
             yield TextOutput(
-                [5],
+                encode(piece, False) if real_tokens else [5],
                 text=piece,
                 finish_reason=reason if number == len(pieces) - 1 else "",
                 prompt_tokens=9,

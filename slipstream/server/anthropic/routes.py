@@ -97,6 +97,7 @@ async def messages_call(body: bytes, registry: ModelRegistry) -> Call:
         fields.stream,
         unknown,
         rename_field(ApiError("", prepared.guided_by), FIELD_NAMES).param or "",
+        count_reasoning=prepared.count_reasoning,
     )
 
 

@@ -199,11 +199,13 @@ def _usage(answers: CallAnswers) -> Document:
     """Return the usage. Tokens of the prompt that were cached are counted apart."""
     usage = answers.usage()
     cached = usage["prompt_tokens_details"]["cached_tokens"]
+    details = usage.get("completion_tokens_details", {})
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"thinking_tokens": details.get("reasoning_tokens", 0)},
     }
 
 

@@ -146,11 +146,6 @@ class Output:
             yield from self._switch("message", _message)
         yield from self._close(status)
 
-    def reasoning_characters(self) -> int:
-        items = [item for item in self.items if item["type"] == "reasoning"]
-        parts = [part for item in items for part in item["content"] or item["summary"]]
-        return sum(len(part["text"]) for part in parts)
-
     def _switch(self, kind: str, create: Any, *options: Any) -> Iterator[Event]:
         if self._open is None or self._open.item["type"] != kind:
             yield from self._close("completed")

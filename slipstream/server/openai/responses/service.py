@@ -137,6 +137,7 @@ class ResponseService:
             fields.stream,
             unknown_names(request.given),
             guided_by,
+            count_reasoning=prepared.count_reasoning,
         )
         if fields.background:
             return replace(call, send=partial(self._start_in_background, call, writer, save))

@@ -48,7 +48,9 @@ class ResponseWriter:
         self._reader = prepared.new_reader()
         self._save = save
         self._output = Output(summary)
-        self._scored = ScoredTokens(prepared.model.tokenizer, bool(prepared.text.stop_words))
+        self._scored = ScoredTokens(
+            prepared.model.tokenizer, bool(prepared.text.stop_words), prepared.hidden_ids
+        )
         self._sequence_number = 0
 
     def unfinished(self, status: str) -> Document:
@@ -118,29 +120,10 @@ class ResponseWriter:
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": incomplete,
             "output": self._output.items,
-            "usage": self._usage(answers),
+            "usage": _usage(answers),
         }
         self._save(response)
         return response
-
-    def _usage(self, answers: CallAnswers) -> Document:
-        usage = answers.usage()
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens(answers)},
-            "total_tokens": usage["total_tokens"],
-        }
-
-    def _reasoning_tokens(self, answers: CallAnswers) -> int:
-        """Return the tokens of the reasoning, estimated by its share of the text."""
-        choice = answers.choices[0]
-        share = self._output.reasoning_characters() / max(1, len(choice.text))
-        return round(len(choice.tokens) * min(1.0, share))
 
     def _encode(self, events: Iterable[Event]) -> bytes:
         written = []
@@ -153,3 +136,18 @@ class ResponseWriter:
 
 def _status(choice: Completion) -> str:
     return "completed" if finish_reason(choice.finish_reason) == "stop" else "incomplete"
+
+
+def _usage(answers: CallAnswers) -> Document:
+    usage = answers.usage()
+    details = usage.get("completion_tokens_details", {})
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
+        "total_tokens": usage["total_tokens"],
+    }
