@@ -88,11 +88,15 @@ class Runner:
         self, plan: StepPlan, selection: scores.LogitSelection
     ) -> tuple[Tensor, list[pooling.Pooled]]:
         """Run the model. Return the selected logits and the pooled states of complete prompts."""
-        positions = np.array(plan.positions)
-        entries = range(len(plan.rows))
-        pools = pooling.select_pooled(
-            plan.rows, positions, np.array(plan.counts), self.rows, entries
-        )
+        pools = None
+        if self.rows.pooling:
+            pools = pooling.select_pooled(
+                plan.rows,
+                np.array(plan.positions),
+                np.array(plan.counts),
+                self.rows,
+                range(len(plan.rows)),
+            )
         if pools is None:
             return self.model(self._step(plan, selection.tokens), self.cache), []
         step = self._step(plan, np.concatenate([selection.tokens, pools.tokens]))

@@ -70,6 +70,13 @@ def test_messages_are_rendered_by_the_chat_template(serving, reference, generati
     assert found["tokens"] == reference(expected, add_special_tokens=False)["input_ids"]
 
 
+def test_the_last_message_is_continued(serving, reference):
+    messages = [*TEXTS, {"role": "assistant", "content": "I am"}]
+    expected = reference.apply_chat_template(messages, continue_final_message=True, tokenize=False)
+    found = call(serving, "/tokenize", {"messages": messages, "continue_final_message": True})
+    assert found["tokens"] == reference(expected, add_special_tokens=False)["input_ids"]
+
+
 def test_the_count_of_messages_is_the_usage_of_a_chat_completion(serving):
     answer = serving.client.chat.completions.create(model="chat", messages=TEXTS, max_tokens=1)
     found = call(serving, "/tokenize", {"model": "chat", "messages": MESSAGES})

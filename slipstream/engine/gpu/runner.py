@@ -192,7 +192,11 @@ class GpuRunner:
         """Run the model. Return the selected logits and the pooled states of complete prompts."""
         rows = step.rows
         counts = step.counts
-        pools = pooling.select_pooled(rows.tolist(), step.positions, counts, self.rows, step.order)
+        pools = None
+        if self.rows.pooling:
+            pools = pooling.select_pooled(
+                rows.tolist(), step.positions, counts, self.rows, step.order
+            )
         if pools is None:
             return self._logits(step, selection), []
         embeddings = self.rows.prompts.find_embeddings(rows, step.positions, counts)

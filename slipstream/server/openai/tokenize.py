@@ -6,19 +6,17 @@ formats of /detokenize share their request, so its response has the text under b
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
 
 from slipstream.server.kserve.inference import ModelRegistry
+from slipstream.server.openai.chat import prepare_chat
 from slipstream.server.openai.errors import ApiError, field_error
-from slipstream.server.openai.fields import convert_fields, decode_object
+from slipstream.server.openai.fields import ChatFields, convert_fields, decode_object
 from slipstream.server.openai.models import OpenAIModel, find_model_or_default
-from slipstream.server.openai.prompts import check_characters, read_template_variables
-from slipstream.server.text.chat import ChatError, ContinueError, VariableError, render_chat
+from slipstream.server.openai.prompts import check_characters
 from slipstream.server.text.folder import TokenizerError
-from slipstream.server.text.messages import MessageError, template_messages
 from slipstream.server.text.threads import in_thread_if_long
 
 _SOURCES = ("prompt", "messages", "content")
@@ -31,8 +29,8 @@ class TokenizeFields(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
     return_token_strs: bool = False
     # of messages
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None  # default: true
+    continue_final_message: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # of llama-server
@@ -77,8 +75,6 @@ def _read(body: bytes) -> TokenizeFields:
     fields = convert_fields(given, TokenizeFields)
     if not fields.parse_special:
         raise field_error("parse_special", "must be true: special tokens in a text are recognised")
-    if fields.continue_final_message and fields.add_generation_prompt:
-        raise field_error("continue_final_message", "needs add_generation_prompt to be false")
     return fields
 
 
@@ -101,39 +97,21 @@ async def _text_tokens(name: str, text: str, special: bool, model: OpenAIModel) 
 
 
 async def _conversation_tokens(
-    fields: TokenizeFields, given: list[dict[str, Any]], body_bytes: int, model: OpenAIModel
+    fields: TokenizeFields, messages: list[dict[str, Any]], body_bytes: int, model: OpenAIModel
 ) -> list[int]:
-    template = model.tokenizer.chat_template or ""
-    variables = read_template_variables(fields.chat_template_kwargs)
-    try:
-        messages = await in_thread_if_long(body_bytes, template_messages, given, template)
-        check_characters("messages", sum(len(one["content"]) for one in messages), model)
-        return await asyncio.to_thread(_render_and_encode, fields, messages, variables, model)
-    except MessageError as error:
-        raise ApiError(str(error), error.field) from error
-    except VariableError as error:
-        raise ApiError(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
-    except ContinueError as error:
-        raise field_error("continue_final_message", str(error)) from error
-    except (ChatError, TokenizerError) as error:
-        raise ApiError(str(error), "messages") from error
-
-
-def _render_and_encode(
-    fields: TokenizeFields,
-    messages: list[dict[str, Any]],
-    variables: dict[str, Any],
-    model: OpenAIModel,
-) -> list[int]:
-    rendered = render_chat(
-        model.tokenizer,
-        messages,
+    """Return the prompt of a chat completion with these fields."""
+    chat = ChatFields(
+        model=model.id,
+        messages=messages,
+        tools=fields.tools,
+        chat_template_kwargs=fields.chat_template_kwargs,
         add_generation_prompt=fields.add_generation_prompt,
         continue_final_message=fields.continue_final_message,
-        tools=fields.tools,
-        variables=variables,
+        add_special_tokens=fields.add_special_tokens,
     )
-    return model.tokenizer.encode(rendered, bool(fields.add_special_tokens))
+    prompt = (await prepare_chat(chat, body_bytes, model)).text.prompt
+    assert not isinstance(prompt, str)
+    return prompt
 
 
 def _write(fields: TokenizeFields, tokens: list[int], model: OpenAIModel) -> bytes:
