@@ -120,8 +120,9 @@ def test_multiple_choice_has_the_same_scores(ours, theirs):
 def test_generated_answers_are_the_same(ours, theirs):
     task = "slipstream_questions"
     assert metrics(ours, task) == metrics(theirs, task)
-    answers = [sample["filtered_resps"] for sample in ours[task]]
-    assert answers == [sample["filtered_resps"] for sample in theirs[task]]
+    assert metrics(ours, task)["exact_match,first_word"] > 0.3
+    answers = [sample["resps"] for sample in ours[task]]
+    assert answers == [sample["resps"] for sample in theirs[task]]
     assert len({str(answer) for answer in answers}) > 10
 
 
