@@ -15,6 +15,9 @@ def config_document(config: ModelConfig, decoupled: bool) -> dict[str, Any]:
     if sequences := filled.get("sequence_batching"):
         idle = sequences["max_sequence_idle_microseconds"] or USUAL_IDLE_MICROSECONDS
         filled["sequence_batching"] = {**sequences, "max_sequence_idle_microseconds": idle}
+    if (batching := filled.get("dynamic_batching")) and not batching["preferred_batch_size"]:
+        sizes = [max(1, config.max_batch_size)]
+        filled["dynamic_batching"] = {**batching, "preferred_batch_size": sizes}
     if decoupled:
         filled["model_transaction_policy"] = {"decoupled": True}
     if not config.is_ensemble:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from slipstream.repository.config import CONFIG_NAME
@@ -77,7 +77,12 @@ class ModelLoader:
                     rows.append({**row, "reason": status.reason} if status.reason else row)
         return rows
 
-    async def load(self, name: str, override: Mapping[str, Any] | None = None) -> None:
+    async def load(
+        self,
+        name: str,
+        override: Mapping[str, Any] | None = None,
+        files: Mapping[PurePosixPath, bytes] | None = None,
+    ) -> None:
         self._check_explicit()
         async with self._lock:
             overrides = {**self._overrides}

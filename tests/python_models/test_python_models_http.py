@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from http_support import Answer, Connection, RunningServer, request_bytes
+from http_support import Answer, Connection, RunningServer, post, request_bytes
 from python_model_harness import CONFORMANCE, MIMIC, models_of
 
 from slipstream.server.kserve.health import ServerState
@@ -134,3 +134,32 @@ def recorded_body(response: dict[str, Any]) -> bytes:
         if "body_b64" in response
         else response.get("body", "").encode()
     )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"text_input": "a", "id": "\xff"}',
+        b'{"text_input": "a", "parameters": {"\xff": "\x80"}}',
+        b'{"text_input": "a", "id": "\\udc00"}',
+    ],
+)
+def test_text_that_is_not_utf8_does_not_stop_a_model(port: int, body: bytes) -> None:
+    """A model has one slot for a request. One that could not be sent must not keep it."""
+    for _ in range(5):
+        answer = post(port, "/v2/models/oops_nd/generate", body)
+        assert (
+            answer.status,
+            json.loads(answer.body.decode("utf-8", "replace"))["text_output"],
+        ) == (
+            200,
+            "a",
+        )
+
+
+def test_model_sees_replacement_characters_for_bytes_that_are_not_utf8(port: int) -> None:
+    body = b'{"text_input": "reqinfo", "id": "a\xffb"}'
+    answer = post(port, "/v2/models/oops_nd/generate", body)
+    assert b'"id":"a\xffb"' in answer.body
+    text = json.loads(answer.body.decode("utf-8", "replace"))["text_output"]
+    assert json.loads(text)["id"] == "a\N{REPLACEMENT CHARACTER}b"

@@ -380,7 +380,7 @@ async def test_typed_contents_equal_raw_ones_and_are_checked(served):
     [
         (b"\x01\x00\x00\x00a", [2, 1], "expected 2 string elements"),
         (b"\xff\x00\x00\x00a", [1, 1], "incomplete string data"),
-        (b"\x01\x00", [1, 1], "incomplete string data"),
+        (b"\x01\x00", [1, 1], "incomplete string length indicator"),
         (None, [1, 1], "unable to find data for input tensor 'QUERY'"),
     ],
 )

@@ -70,7 +70,7 @@ ADMIN_ROUTES = {
     ("POST", "/v2/repository/models/m/unload"): 503,
     ("GET", "/v2/logging"): 200,
     ("GET", "/v2/trace/setting"): 200,
-    ("GET", "/v2/models/m/trace/setting"): 404,
+    ("GET", "/v2/models/m/trace/setting"): 400,
     ("GET", "/v2/systemsharedmemory/status"): 200,
     ("GET", "/v2/cudasharedmemory/status"): 200,
 }

@@ -63,7 +63,7 @@ TABLE = [
     unparsed(
         "deeply nested",
         b"[" * 200_000,
-        PARSING + "More than 128 levels of arrays and objects. at 128",
+        PARSING + "More than 400 levels of arrays and objects. at 400",
     ),
     Bad(
         "missing field",
@@ -202,9 +202,10 @@ TABLE = [
     Bad(
         "absurd version",
         fields(),
-        404,
+        400,
         "content-length",
-        f"Request for unknown model: 'ensemble' version {'9' * 30} is not found",
+        f"failed to get model version from specified version string '{'9' * 30}' (details: stol), "
+        "version should be an integral value > 0",
         f"/v2/models/ensemble/versions/{'9' * 30}/generate",
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf import json_format
@@ -12,15 +13,25 @@ from slipstream.server.kserve.context import TraceControl
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
-from slipstream.server.kserve.log_settings import log_settings, update_log_settings
+from slipstream.server.kserve.log_settings import (
+    check_format,
+    check_setting_types,
+    log_settings,
+    update_log_settings,
+)
 from slipstream.server.kserve.repository_control import (
+    FILE_PREFIX,
+    LoadParameters,
     RepositoryControl,
     check_repository_name,
     load_model,
 )
 from slipstream.server.kserve.server_metadata import EXTENSIONS, TRITON_VERSION
-from slipstream.server.kserve.shared_memory import SharedMemory
+from slipstream.server.kserve.shared_memory import CUDA_HANDLE_BYTES, SharedMemory
+from slipstream.server.kserve.triton_json import leading_integer
 from slipstream.server.metrics.statistics_api import model_statistics
+
+TRACE_NUMBERS = ("trace_rate", "trace_count", "log_frequency")
 
 
 def _answer(name: str, /, **fields: Any) -> Any:
@@ -77,24 +88,60 @@ class RepositoryCalls:
 
     async def load(self, request: Any) -> Any:
         check_repository_name(request.repository_name)
-        await load_model(self._control, request.model_name, _parameter_values(request.parameters))
+        parameters = LoadParameters()
+        for name, parameter in request.parameters.items():
+            if name == "config":
+                parameters.config = _load_parameter(name, parameter, "string_param")
+            elif name.startswith(FILE_PREFIX):
+                parameters.files[name] = _load_parameter(name, parameter, "bytes_param")
+            else:
+                raise InferenceError(f"unrecognized load parameter '{name}'.")
+        await load_model(self._control, request.model_name, parameters)
         return _answer("RepositoryModelLoad")
 
     async def unload(self, request: Any) -> Any:
         check_repository_name(request.repository_name)
-        dependents = bool(_parameter_values(request.parameters).get("unload_dependents", False))
-        await self._control.unload(request.model_name, dependents)
+        await self._control.unload(request.model_name, _unload_dependents(request.parameters))
         return _answer("RepositoryModelUnload")
 
 
-def _parameter_values(parameters: Any) -> dict[str, Any]:
-    """Return the value of each parameter that has one."""
-    values = {}
-    for name, parameter in parameters.items():
-        choice = parameter.WhichOneof("parameter_choice")
-        if choice is not None:
-            values[name] = getattr(parameter, choice)
-    return values
+def _load_parameter(name: str, parameter: Any, expected: str) -> Any:
+    if parameter.WhichOneof("parameter_choice") != expected:
+        raise InferenceError(
+            f"invalid value type for load parameter '{name}', expected {expected}."
+        )
+    return getattr(parameter, expected)
+
+
+def _unload_dependents(parameters: Any) -> bool:
+    name = "unload_dependents"
+    if name not in parameters:
+        return False
+    if parameters[name].WhichOneof("parameter_choice") != "bool_param":
+        raise InferenceError(f"invalid value type for '{name}' parameter, expected bool_param.")
+    return bool(parameters[name].bool_param)
+
+
+def _value(parameter: Any) -> Any:
+    """Return the value of a parameter, None if it has none."""
+    choice = parameter.WhichOneof("parameter_choice")
+    return None if choice is None else getattr(parameter, choice)
+
+
+def _trace_value(name: str, values: Sequence[str]) -> list[str] | str | None:
+    """Return the value of a trace setting. None, for no values, undoes earlier changes."""
+    if not values:
+        return None
+    if name == "trace_level":
+        if "OFF" in values and len(values) > 1:
+            raise InferenceError("Expect only one trace level 'OFF' is specified")
+        return list(values)
+    if name in TRACE_NUMBERS and len(values) > 1:
+        raise InferenceError(f"expect only 1 value for '{name}'")
+    number = leading_integer(values[0])
+    if name == "trace_count" and number is not None and -(2**31) <= number < -1:
+        raise InferenceError(f"Unable to parse '{name}'. Expecting value >= -1, got: {number}")
+    return values[0]
 
 
 class SharedMemoryCalls:
@@ -118,6 +165,8 @@ class SharedMemoryCalls:
         return _answer("CudaSharedMemoryStatus", regions=regions)
 
     async def cuda_register(self, request: Any) -> Any:
+        if len(request.raw_handle) != CUDA_HANDLE_BYTES:
+            raise InferenceError("failed to register shared memory region: invalid args")
         self._memory.register_cuda(
             request.name, request.raw_handle, request.device_id, request.byte_size
         )
@@ -139,7 +188,7 @@ class SettingCalls:
         name = request.model_name
         if name and not any(entry.name == name for entry in self._registry):
             raise InferenceError(f"Request for unknown model : {name}")
-        wanted = {key: list(setting.value) or None for key, setting in request.settings.items()}
+        wanted = {key: _trace_value(key, given.value) for key, given in request.settings.items()}
         found = self._traces.update(wanted, name) if wanted else self._traces.get(name)
         answer = _answer("TraceSetting")
         for key, value in found.items():
@@ -147,7 +196,10 @@ class SettingCalls:
         return answer
 
     async def log_settings(self, request: Any) -> Any:
-        wanted = _parameter_values(request.settings)
+        wanted = {key: _value(setting) for key, setting in request.settings.items()}
+        check_setting_types({key: type(value) for key, value in wanted.items()})
+        if "log_format" in wanted:
+            check_format(wanted["log_format"])
         answer = _answer("LogSettings")
         for key, value in (update_log_settings(wanted) if wanted else log_settings()).items():
             field = {bool: "bool_param", int: "uint32_param"}.get(type(value), "string_param")

@@ -22,7 +22,7 @@ from slipstream.server.grpc.protocol import messages
 from slipstream.server.grpc.transport import INTERNAL, Call, ClientGone, Status, StreamCall
 from slipstream.server.kserve.call import InferCall
 from slipstream.server.kserve.context import ServerContext
-from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
+from slipstream.server.kserve.errors import Code, InferenceError, PlainTextError, Unavailable
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import (
     InferRequest,
@@ -31,6 +31,7 @@ from slipstream.server.kserve.inference import (
     ModelVersion,
     Parameter,
     RequestTrace,
+    read_version,
 )
 from slipstream.server.tracing.tracing import Finishing, Headers
 
@@ -44,12 +45,8 @@ _MOST_UNDER_WAY = 1024  # requests of one stream that run at the same time
 
 
 def version_number(text: str) -> str:
-    if text and not (text.isascii() and text.isdecimal()):
-        raise InferenceError(
-            f"failed to get model version from specified version string '{text}' (details: stol), "
-            "version should be an integral value > 0"
-        )
-    return text
+    """Return the version of a message as digits, or nothing for the latest."""
+    return str(read_version(text)) if text else ""
 
 
 class Admitted(NamedTuple):
@@ -214,17 +211,21 @@ class _Answers:
                 raise self._refusal
             await self._answer_traced(self._admitted, after if self.keep_order else None)
         except InferenceError as error:
-            await self._refuse(error.message, error.code)
+            await self._refuse(error)
         except Status:
             raise
         except ClientGone:
             return  # the model's generator is closed, and with it the request
         except Exception:
             logger.exception("gRPC call failed:")
-            await self._refuse(INTERNAL, Code.INTERNAL)
+            await self._refuse(InferenceError(INTERNAL, Code.INTERNAL))
 
-    async def _refuse(self, message: str, code: Code) -> None:
-        await self._stream.fail(message, code, messages.ModelInferResponse(id=self._message.id))
+    async def _refuse(self, error: InferenceError) -> None:
+        response = messages.ModelInferResponse(id=self._message.id)
+        if isinstance(error, PlainTextError):  # Triton's backend answers
+            response.model_name = self._message.model_name
+            set_parameters(response, [(FINAL, True)])
+        await self._stream.fail(error.message, error.code, response)
 
     async def _answer_traced(self, admitted: Admitted, after: asyncio.Task[None] | None) -> None:
         with Finishing(admitted.call.request.times.trace, "GRPC_SEND_END"):

@@ -8,7 +8,7 @@ kserve/input_checks.py and kserve/tensor_bytes.py decode raw bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter
 from slipstream.server.kserve.input_checks import check_request, request_error, tensor_without_data
 from slipstream.server.kserve.shared_memory import SharedMemory
-from slipstream.server.kserve.tensor_bytes import Buffer, as_buffer, pack
+from slipstream.server.kserve.tensor_bytes import DATATYPES, Buffer, as_buffer, pack
 from slipstream.server.kserve.tensors import DTYPES, Array, Tensor
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
@@ -69,27 +69,29 @@ def read_call(message: Any, config: ModelConfig, version: str, memory: SharedMem
         if name in request.inputs:
             raise request_error(request, f"input '{name}' already exists in request")
         tensor = tensor_without_data(name, given.datatype, tuple(given.shape))
-        if (place := _place(given.parameters)) is not None:
+        if given.parameters and (place := _place(given)) is not None:
             raw[name] = memory.read(place.region, place.offset, place.byte_size)
-        elif given.HasField("contents") and not message.raw_input_contents:
-            tensor.data = _explicit(given, config)
+        elif given.HasField("contents"):
+            if message.raw_input_contents:
+                raise InferenceError(
+                    "contents field must not be specified when using raw_input_contents for "
+                    f"'{name}' for model '{config.name}'"
+                )
+            _read_contents(tensor, given, raw, config)
         else:
             raw[name] = _raw_contents(message, in_message, name)
             in_message += 1
         request.inputs[name] = tensor
     check_request(request, config, raw)
-    for tensor in request.inputs.values():
-        _check_filled(request, tensor)
     return call
 
 
 def _read_parameter(request: InferRequest, name: str, parameter: Any) -> None:
     choice = parameter.WhichOneof("parameter_choice")
-    if choice is None:
-        raise InferenceError(f"parameter '{name}' has no value")
-    value = getattr(parameter, choice)
-    if name == EMPTY_FINAL:
-        return  # read where the responses are written
+    if name == EMPTY_FINAL:  # read where the responses are written
+        if choice != "bool_param":
+            raise _wrong_type(name, "bool_param")
+        return
     if name.startswith("triton_"):
         raise InferenceError(
             "parameter keys starting with 'triton_' are reserved for Triton usage. Only the "
@@ -97,56 +99,100 @@ def _read_parameter(request: InferRequest, name: str, parameter: Any) -> None:
         )
     expected = _RESERVED.get(name)
     if expected is None:
-        request.parameters[name] = value
+        if choice is None:
+            raise _wrong_type(name, "int64_param, bool_param, or string_param")
+        request.parameters[name] = getattr(parameter, choice)
     elif choice not in expected.choices:
-        raise InferenceError(
-            f"invalid value type for '{name}' parameter, expected {expected.text}."
-        )
+        raise _wrong_type(name, expected.text)
+    elif name == "priority" and getattr(parameter, choice) < 0:
+        raise InferenceError(f"invalid value for '{name}', expected value >= 0.")
     else:
-        setattr(request, expected.field, value)
+        setattr(request, expected.field, getattr(parameter, choice))
+
+
+def _wrong_type(name: str, expected: str) -> InferenceError:
+    return InferenceError(f"invalid value type for '{name}' parameter, expected {expected}.")
 
 
 def wants_empty_final(message: Any) -> bool:
     return EMPTY_FINAL in message.parameters and bool(message.parameters[EMPTY_FINAL].bool_param)
 
 
+@dataclass(frozen=True)
 class _Reserved:
     """A parameter that is a field of the request."""
 
-    def __init__(self, field: str, *choices: str) -> None:
-        self.field = field
-        self.choices = choices
-        self.text = " or ".join(choices)
+    field: str
+    choices: tuple[str, ...]
+    text: str  # the types that Triton names: unsigned integers are accepted in addition
 
 
+_INTEGERS = ("int64_param", "uint64_param")
 _RESERVED = {
-    "sequence_id": _Reserved("sequence_id", "int64_param", "uint64_param", "string_param"),
-    "sequence_start": _Reserved("sequence_start", "bool_param"),
-    "sequence_end": _Reserved("sequence_end", "bool_param"),
-    "priority": _Reserved("priority", "int64_param", "uint64_param"),
-    "timeout": _Reserved("timeout_microseconds", "int64_param", "uint64_param"),
+    "sequence_id": _Reserved(
+        "sequence_id", (*_INTEGERS, "string_param"), "int64_param or string_param"
+    ),
+    "sequence_start": _Reserved("sequence_start", ("bool_param",), "bool_param"),
+    "sequence_end": _Reserved("sequence_end", ("bool_param",), "bool_param"),
+    "priority": _Reserved("priority", _INTEGERS, "int64_param or uint64_param"),
+    "timeout": _Reserved("timeout_microseconds", _INTEGERS, "int64_param"),
 }
 
 
 def _wanted(output: Any) -> WantedOutput:
-    classes = _integer(output.parameters, "classification")
-    return WantedOutput(output.name, classes=classes, place=_place(output.parameters))
+    if not output.parameters:
+        return WantedOutput(output.name)
+    place = _place(output)
+    classes = 0
+    if "classification" in output.parameters:
+        parameter = output.parameters["classification"]
+        if parameter.WhichOneof("parameter_choice") != "int64_param":
+            raise InferenceError(
+                "invalid value type for 'classification' parameter, expected int64_param"
+            )
+        if parameter.int64_param <= 0:
+            raise InferenceError("invalid value for 'classification' parameter, expected >= 0")
+        if place is not None:
+            raise InferenceError(
+                "output can't set both 'shared_memory_region' and 'classification'"
+            )
+        classes = parameter.int64_param % 2**32  # the type of the count in Triton
+    return WantedOutput(output.name, classes=classes, place=place)
 
 
-def _place(parameters: Any) -> SharedPlace | None:
-    if "shared_memory_region" not in parameters:
+def _place(tensor: Any) -> SharedPlace | None:
+    """Return the place of an input or output in shared memory."""
+    parameters = tensor.parameters
+    region = _tensor_parameter(tensor, "shared_memory_region", "string_param")
+    for name in ("shared_memory_offset", "shared_memory_byte_size"):
+        if region is None and name in parameters:
+            raise InferenceError(
+                f"'{name}' can not be specified without 'shared_memory_region' parameter for "
+                f"tensor '{tensor.name}'"
+            )
+    if region is None:
         return None
-    if "shared_memory_byte_size" not in parameters:
-        raise InferenceError("'shared_memory_byte_size' must be given with 'shared_memory_region'")
-    return SharedPlace(
-        parameters["shared_memory_region"].string_param,
-        _integer(parameters, "shared_memory_offset"),
-        _integer(parameters, "shared_memory_byte_size"),
-    )
+    offset = _tensor_parameter(tensor, "shared_memory_offset", "int64_param")
+    size = _tensor_parameter(tensor, "shared_memory_byte_size", "int64_param")
+    if size is None:
+        raise InferenceError(
+            "'shared_memory_byte_size' must be specified along with 'shared_memory_region' "
+            f"parameter for tensor '{tensor.name}'"
+        )
+    return SharedPlace(region, offset or 0, size)
 
 
-def _integer(parameters: Any, name: str) -> int:
-    return int(parameters[name].int64_param) if name in parameters else 0
+def _tensor_parameter(tensor: Any, name: str, expected: str) -> Any:
+    """Return the value of a tensor's parameter, None if it is not given."""
+    if name not in tensor.parameters:
+        return None
+    parameter = tensor.parameters[name]
+    if parameter.WhichOneof("parameter_choice") != expected:
+        raise InferenceError(
+            f"invalid value type for '{name}' parameter for tensor '{tensor.name}', expected "
+            f"{expected}."
+        )
+    return getattr(parameter, expected)
 
 
 def _raw_contents(message: Any, position: int, name: str) -> bytes:
@@ -158,38 +204,43 @@ def _raw_contents(message: Any, position: int, name: str) -> bytes:
     return bytes(message.raw_input_contents[position])
 
 
-def _explicit(given: Any, config: ModelConfig) -> Array | list[bytes]:
-    """Return the values of the typed field; none for a datatype that the next check refuses."""
+def _read_contents(tensor: Tensor, given: Any, raw: dict[str, Buffer], config: ModelConfig) -> None:
+    """Read the typed field: strings to the tensor, numbers to `raw`, where their size is checked.
+
+    There are none of a datatype that the next check refuses.
+    """
     expected = _CONTENTS.get(given.datatype)
-    for field, _ in given.contents.ListFields():
+    for position, (field, _) in enumerate(given.contents.ListFields()):
+        if position:
+            raise InferenceError(
+                f"unexpected explicit tensor data for input tensor '{given.name}' for model "
+                f"'{config.name}', binary data was already supplied."
+            )
         if field.name != expected:
+            datatype = given.datatype if given.datatype in DATATYPES else "<invalid>"
             raise InferenceError(
                 f"unexpected explicit tensor data for input tensor '{given.name}' for model "
                 f"'{config.name}' of type '{_FIELD_TYPES[field.name]}', expected datatype "
-                f"'{given.datatype}'"
+                f"'{datatype}'"
             )
     if expected is None:
-        return []
-    values = getattr(given.contents, expected)
-    if given.datatype == "BYTES":
-        return list(values)
-    numbers = np.array(values, DTYPES[_FIELD_TYPES[expected]])
+        raw[given.name] = b""
+    elif given.datatype == "BYTES":
+        tensor.data = list(given.contents.bytes_contents)
+    else:
+        numbers = np.array(getattr(given.contents, expected), DTYPES[_FIELD_TYPES[expected]])
+        raw[given.name] = _narrow(numbers, given, config).tobytes()
+
+
+def _narrow(numbers: Array, given: Any, config: ModelConfig) -> Array:
+    """Return the numbers in the type of the tensor: the wire has no fields of 8 and 16 bits."""
     narrow = numbers.astype(DTYPES[given.datatype], copy=False)
-    if not np.array_equal(narrow, numbers):  # the wire has no fields of 8 and 16 bits
+    if not np.array_equal(narrow, numbers):
         raise InferenceError(
             f"input tensor '{given.name}' for model '{config.name}' holds values that "
             f"{given.datatype} cannot"
         )
     return narrow
-
-
-def _check_filled(request: InferRequest, tensor: Tensor) -> None:
-    if prod(tensor.shape) != len(tensor.data) or any(dim < 0 for dim in tensor.shape):
-        place = f"for input '{tensor.name}' for model '{request.model_name}'"
-        shape = "[" + ",".join(str(dim) for dim in tensor.shape) + "]"
-        raise request_error(
-            request, f"{len(tensor.data)} values {place} do not fill its shape {shape}"
-        )
 
 
 def write_response(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import zlib
 
-from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.errors import Code, InferenceError, PlainTextError
 
 _WINDOW = {"gzip": 31, "deflate": 15}
+_EITHER = 47  # gzip or zlib, whichever the data begins with
 
 
 def decompress(encoding: str, body: bytes, limit: int) -> bytes:
     if encoding in ("", "identity"):
         return body
     if encoding not in _WINDOW:
-        raise InferenceError("Unsupported compression type", Code.UNSUPPORTED)
-    reader = zlib.decompressobj(_WINDOW[encoding])
+        raise PlainTextError("Unsupported compression type", Code.UNSUPPORTED)
+    reader = zlib.decompressobj(_EITHER)
     try:
         data = reader.decompress(body, limit + 1)
     except zlib.error as error:

@@ -71,14 +71,11 @@ def _convert(
     nested: bool = False,
 ) -> None:
     """Add each key of the document to the request, as an input or as a parameter."""
-    for name, value in document:
+    values = document.first()  # a repeated name has its first value each time
+    for name, _ in document:
+        value = values[name]
         if name == NESTED_KEY and not nested:
-            if not isinstance(value, Members):
-                text = "attempt to access JSON non-object as object"
-                raise InferenceError(
-                    f"Expected JSON object for keyword: '{name}': {text}", Code.INTERNAL
-                )
-            _convert(request, value, tensors, batched, nested=True)
+            _convert_nested(request, value, tensors, batched)
         elif name not in tensors:
             _add_parameter(request, name, value)
         else:
@@ -89,6 +86,21 @@ def _convert(
             if name in request.inputs:
                 raise request_error(request, f"input '{name}' already exists in request")
             request.inputs[name] = tensor
+
+
+def _convert_nested(
+    request: InferRequest, value: Any, tensors: Mapping[str, TensorConfig], batched: bool
+) -> None:
+    if not isinstance(value, Members):
+        text = "attempt to access JSON non-object as object"
+        raise InferenceError(
+            f"Expected JSON object for keyword: '{NESTED_KEY}': {text}", Code.INTERNAL
+        )
+    try:
+        _convert(request, value, tensors, batched, nested=True)
+    except InferenceError as error:
+        text = f"Converting keyword: '{NESTED_KEY}': {error.message}"
+        raise InferenceError(text, error.code) from error
 
 
 def _add_parameter(request: InferRequest, name: str, value: Any) -> None:

@@ -15,12 +15,13 @@ from slipstream.server.http.exchange import JSON, OCTETS, TEXT, Exchange, Header
 from slipstream.server.http.infer_request import read_infer_call
 from slipstream.server.kserve.call import InferCall, WantedOutput
 from slipstream.server.kserve.classification import classify
-from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.errors import Code, InferenceError, PlainTextError
 from slipstream.server.kserve.inference import InferResponse, ModelVersion, Parameter
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.kserve.tensor_bytes import Buffer, as_buffer
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.kserve.triton_json import (
+    leading_integer,
     write_error,
     write_object,
     write_scalar,
@@ -33,10 +34,6 @@ NO_RESPONSE = "the model ended without an answer"
 HEADER_LENGTH = b"inference-header-content-length"
 
 
-class EarlyError(InferenceError):
-    """An error found before the body is read, or of the model: Triton sends these as text/plain."""
-
-
 class InferBody(NamedTuple):
     header: bytes
     tensors: list[Buffer]  # the outputs in binary, none if all are in the header
@@ -44,7 +41,7 @@ class InferBody(NamedTuple):
 
 def check_coupled(entry: ModelVersion) -> None:
     if entry.model.decoupled:
-        raise EarlyError(DECOUPLED, Code.UNSUPPORTED)
+        raise PlainTextError(DECOUPLED, Code.UNSUPPORTED)
 
 
 async def read_call(
@@ -54,8 +51,7 @@ async def read_call(
     encoding = exchange.header(b"content-encoding").decode("latin-1").lower()
     if encoding:
         body = await in_thread_if_long(len(body), decompress, encoding, body, limit)
-    given = exchange.header(HEADER_LENGTH)
-    header_bytes = _read_header_bytes(given, len(body)) if given else None
+    header_bytes = _read_header_bytes(exchange, len(body))
     return await in_thread_if_long(
         len(body) if header_bytes is None else header_bytes,
         read_infer_call,
@@ -67,13 +63,15 @@ async def read_call(
     )
 
 
-def _read_header_bytes(given: bytes, body_bytes: int) -> int:
-    digits = given.removeprefix(b"-")
-    # what is no number counts as 0, as in C
-    value = int(given) if digits.isdigit() and len(digits) < 20 else 0
-    if value < 0 or value > body_bytes:
-        text = f"inference header size should be in range (0, {body_bytes}), got: {value}"
-        raise EarlyError(text)
+def _read_header_bytes(exchange: Exchange, body_bytes: int) -> int | None:
+    """Return the length of the JSON header; None if it is the whole body."""
+    given = exchange.header(HEADER_LENGTH)
+    if not given:
+        return None if body_bytes else 0  # an empty body has no JSON header
+    value = leading_integer(given.decode("latin-1")) or 0
+    if not 0 <= value <= body_bytes:
+        text = f"inference header size should be in range (0, {body_bytes}), got: "
+        raise PlainTextError(text + given.decode("latin-1"))
     return value
 
 

@@ -18,7 +18,13 @@ from slipstream.server.kserve.input_checks import (
 )
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.kserve.tensor_bytes import DATATYPES, SIZES, Buffer
-from slipstream.server.kserve.tensors import Array, Tensor, read_values, unreadable
+from slipstream.server.kserve.tensors import (
+    Array,
+    Tensor,
+    read_values,
+    unreadable,
+    values_to_data,
+)
 from slipstream.server.kserve.triton_json import Members, parse_json
 
 Object = dict[str, Any]  # a JSON object
@@ -47,19 +53,15 @@ def read_infer_call(
         call = InferCall(request, binary_output=True)
     else:
         written = parse_json(body[:header_bytes])
-        if not isinstance(written, Members):
-            raise InferenceError(
-                "attempt to access non-existing object member 'inputs'", Code.INTERNAL
-            )
         call = InferCall(request)
-        document = written.first()
+        document = written.first() if isinstance(written, Members) else {}
         if "id" in document:
             request.id = _string(document, "id")
         if "parameters" in document:
             _read_parameters(call, document["parameters"])
         binary = memoryview(b"" if header_bytes is None else body)[header_bytes:]
         raw = _read_inputs(request, document, binary, memory)
-        if document.get("outputs") is not None:
+        if "outputs" in document:
             _read_outputs(call, document)
     check_request(request, config, raw)
     return call
@@ -103,14 +105,15 @@ def _read_parameters(call: InferCall, parameters: Any) -> None:
         raise InferenceError(
             "failed to get request params.: attempt to get members for non-object", Code.INTERNAL
         )
-    for name, value in parameters:
-        _read_parameter(call, name, value)
+    values = parameters.first()  # a repeated name has its first value each time
+    for name, _ in parameters:
+        _read_parameter(call, name, values[name])
 
 
 def _read_parameter(call: InferCall, name: str, value: Any) -> None:
     request = call.request
     if name == "sequence_id":
-        request.sequence_id = value if isinstance(value, str) else _unsigned(name, value)
+        request.sequence_id = value if _is_unsigned(value) else _text(name, value)
     elif name == "sequence_start":
         request.sequence_start = _boolean(name, value)
     elif name == "sequence_end":
@@ -143,14 +146,12 @@ def _read_inputs(
     raw: dict[str, Buffer] = {}
     position = 0
     for given in _objects(document, "inputs"):
+        size, place = _sources(given)
         name = _string(given, "name")
         shape = _shape(given)
         datatype = _string(given, "datatype")
-        if datatype not in DATATYPES:
-            raise InferenceError(f"invalid datatype for input {name}")
         if name in request.inputs:
             raise request_error(request, f"input '{name}' already exists in request")
-        size, place = _sources(given)
         tensor = tensor_without_data(name, datatype, shape)
         if size is not None:
             piece = binary[position : position + size]
@@ -172,9 +173,14 @@ def _read_inputs(
 
 
 def _read_json_values(tensor: Tensor, value: Any) -> Array | list[bytes]:
+    count = prod(tensor.shape) if tensor.shape else 0
+    if not count and tensor.datatype in DATATYPES:  # Triton does not look at the data
+        return values_to_data(tensor.datatype, [])
+    if type(value) is not list:
+        raise unreadable("attempt to access JSON non-array as array")
     values = read_values(tensor.name, tensor.datatype, value)
-    # for BYTES, the core's own check reports it
-    if tensor.datatype != "BYTES" and len(values) != prod(tensor.shape):
+    # for BYTES, the check of the model's inputs reports it
+    if tensor.datatype != "BYTES" and len(values) != count:
         raise unreadable("Shape does not match true shape of 'data' field")
     return values
 
@@ -187,14 +193,14 @@ def _sources(given: Object) -> tuple[int | None, SharedPlace | None]:
     if "data" in given and "parameters" not in given:
         return None, None
     parameters = _parameters(given)
-    size = parameters.get("binary_data_size")
-    place = _place(parameters)
-    count = (size is not None) + (place is not None) + ("data" in given)
+    sized = "binary_data_size" in parameters
+    count = sized + ("shared_memory_region" in parameters) + ("data" in given)
     if count != 1:
         raise InferenceError(
             _ONE_SOURCE + ("no field is set" if count == 0 else "multiple fields are set")
         )
-    return None if size is None else _unsigned("binary_data_size", size), place
+    size = _unsigned("binary_data_size", parameters["binary_data_size"]) if sized else None
+    return size, _place(parameters)
 
 
 def _parameters(given: Object) -> Object:
@@ -203,37 +209,26 @@ def _parameters(given: Object) -> Object:
 
 
 def _place(parameters: Object) -> SharedPlace | None:
-    region = parameters.get("shared_memory_region")
-    if region is None:
+    if "shared_memory_region" not in parameters:
         return None
-    if not isinstance(region, str):
-        raise InferenceError(
-            f"Unable to parse 'shared_memory_region': {_NON_STRING}", Code.INTERNAL
-        )
-    size = parameters.get("shared_memory_byte_size")
-    if size is None:
-        raise InferenceError(
-            f"Unable to parse 'shared_memory_byte_size': {_missing('shared_memory_byte_size')}",
-            Code.INTERNAL,
-        )
-    offset = parameters.get("shared_memory_offset") or 0
-    return SharedPlace(
-        region,
-        _unsigned("shared_memory_offset", offset),
-        _unsigned("shared_memory_byte_size", size),
-    )
+    region = _text("shared_memory_region", parameters["shared_memory_region"])
+    offset = _unsigned("shared_memory_offset", parameters.get("shared_memory_offset", 0))
+    size = _unsigned("shared_memory_byte_size", parameters.get("shared_memory_byte_size", 0))
+    return SharedPlace(region, offset, size)
 
 
 def _read_outputs(call: InferCall, document: Object) -> None:
     for given in _objects(document, "outputs"):
         parameters = _parameters(given)
-        binary = parameters.get("binary_data")
-        classes = parameters.get("classification")
+        binary = parameters.get("binary_data", call.binary_output)
+        classes = parameters.get("classification", 0)
+        if not _is_unsigned(classes):
+            raise InferenceError(f"Unable to set 'classification': {_NON_UNSIGNED}", Code.INTERNAL)
         call.outputs.append(
             WantedOutput(
                 name=_string(given, "name"),
-                binary=call.binary_output if binary is None else _boolean("binary_data", binary),
-                classes=0 if classes is None else _unsigned("classification", classes),
+                binary=_boolean("binary_data", binary),
+                classes=classes % 2**32,  # the type of the count in Triton
                 place=_place(parameters),
             )
         )
@@ -267,9 +262,8 @@ def _array(given: Object, name: str) -> list[Any]:
 def _objects(given: Object, name: str) -> Iterator[Object]:
     """Yield the objects of an array. An error in one is reported before the next is read."""
     for item in _array(given, name):
-        if not isinstance(item, Members):
-            raise InferenceError(f"Unable to parse 'name': {_missing('name')}", Code.INTERNAL)
-        yield item.first()
+        # what is no object has no members
+        yield item.first() if isinstance(item, Members) else {}
 
 
 def _shape(given: Object) -> tuple[int, ...]:
@@ -282,9 +276,19 @@ def _shape(given: Object) -> tuple[int, ...]:
     return tuple(dims)
 
 
+def _is_unsigned(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**64
+
+
 def _unsigned(name: str, value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
+    if not _is_unsigned(value):
         raise InferenceError(f"Unable to parse '{name}': {_NON_UNSIGNED}", Code.INTERNAL)
+    return int(value)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InferenceError(f"Unable to parse '{name}': {_NON_STRING}", Code.INTERNAL)
     return value
 
 

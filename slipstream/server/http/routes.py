@@ -24,7 +24,6 @@ from slipstream.server.http.exchange import (
 )
 from slipstream.server.http.generate import answer_once, answer_stream, read_request
 from slipstream.server.http.infer import (
-    EarlyError,
     answer_infer,
     check_coupled,
     forwarded_headers,
@@ -32,7 +31,7 @@ from slipstream.server.http.infer import (
 )
 from slipstream.server.http.pages import PAGES, openapi_document, read_page
 from slipstream.server.kserve.context import ServerContext
-from slipstream.server.kserve.errors import InferenceError, Unavailable
+from slipstream.server.kserve.errors import InferenceError, PlainTextError, Unavailable
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry, ModelVersion, RequestTrace
 from slipstream.server.kserve.server_metadata import EXTENSIONS, TRITON_VERSION
@@ -190,7 +189,7 @@ class HttpRoutes:
             await exchange.respond(refusal.status, body, refusal.content_type)
         except InferenceError as error:
             headers = (RETRY_AFTER,) if isinstance(error, Unavailable) else ()
-            content_type = TEXT if isinstance(error, EarlyError) else JSON
+            content_type = TEXT if isinstance(error, PlainTextError) else JSON
             await exchange.respond(error.status, write_error(error.message), content_type, headers)
         except ClientGone:
             return
@@ -275,7 +274,7 @@ class HttpRoutes:
         except Unavailable:
             raise
         except InferenceError as error:
-            raise EarlyError(error.message, error.code) from error
+            raise PlainTextError(error.message, error.code) from error
         check_coupled(entry)
         limit = self._context.http_max_input_bytes
         memory = self._context.memory

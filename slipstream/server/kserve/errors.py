@@ -33,6 +33,12 @@ class InferenceError(Exception):
         return STATUS.get(self.code, 400)
 
 
+class PlainTextError(InferenceError):
+    """An error that Triton sends as text/plain over HTTP: found before the body is read, or by the
+    model and its backend.
+    """
+
+
 class Unavailable(InferenceError):
     """The request is valid but cannot be served now. A later attempt may succeed."""
 

@@ -24,6 +24,7 @@ from slipstream.repository.describe import config_document
 from slipstream.server.engine_link.engine import StageTimes, TextOutput, TextRequest
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.kserve.triton_json import leading_integer
 
 Parameter = str | int | float | bool
 
@@ -310,6 +311,21 @@ class ModelVersion(NamedTuple):
 Wrapper = Callable[[ModelVersion], ServedModel]
 
 
+def read_version(text: str) -> int:
+    """Return the number of a version, which Triton keeps in 64 bits. Raises InferenceError."""
+    version = leading_integer(text)
+    if version is None or not -(2**63) <= version < 2**63:
+        raise InferenceError(
+            f"failed to get model version from specified version string '{text}' (details: stol), "
+            "version should be an integral value > 0"
+        )
+    if version < 0:
+        raise InferenceError(
+            f"invalid model version specified '{text}' , version should be an integral value > 0"
+        )
+    return version
+
+
 class ModelRegistry:
     def __init__(self) -> None:
         self._models: dict[str, dict[int, ServedModel]] = {}
@@ -359,7 +375,7 @@ class ModelRegistry:
         if not version:
             latest = max(versions)
             return ModelVersion(name, str(latest), versions[latest])
-        model = versions.get(int(version)) if len(version) < 20 else None
+        model = versions.get(read_version(version))
         if model is None:
             raise InferenceError(
                 f"Request for unknown model: '{name}' version {version} is not found",
@@ -379,7 +395,7 @@ class ModelRegistry:
         batch = (-1,) if config.max_batch_size > 0 else ()
         return {
             "name": name,
-            "versions": [str(number) for number in sorted(self._models[name])],
+            "versions": [version] if version else [str(one) for one in sorted(self._models[name])],
             "platform": config.platform or config.backend,
             "inputs": [_tensor(tensor, batch) for tensor in config.inputs],
             "outputs": [_tensor(tensor, batch) for tensor in config.outputs],

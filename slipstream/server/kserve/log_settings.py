@@ -6,13 +6,25 @@ HTTP serves them at `/v2/logging`, gRPC in the call LogSettings.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.log.formats import FORMATS
 from slipstream.server.log.output import HANDLER, configure_log
 
 SWITCHES = ("log_info", "log_warning", "log_error")
+
+
+class _Type(NamedTuple):
+    kind: type
+    name: str  # in the errors of gRPC
+
+
+_TYPES = {
+    **dict.fromkeys(SWITCHES, _Type(bool, "boolean")),
+    "log_verbose_level": _Type(int, "int32"),
+    "log_format": _Type(str, "string"),
+}
 
 
 def log_settings() -> dict[str, str | bool | int]:
@@ -42,11 +54,31 @@ def update_log_settings(requested: Mapping[str, Any]) -> dict[str, str | bool | 
     return log_settings()
 
 
+def check_setting_types(types: Mapping[str, type | None]) -> None:
+    """Raise InferenceError, in the words of gRPC, for a setting of the wrong type or of none."""
+    for name, kind in types.items():
+        if name == "log_file":
+            raise _fixed_file()
+        expected = _TYPES.get(name)
+        if expected is not None and kind is not expected.kind:
+            raise InferenceError(f"expect {expected.name} for '{name}'")
+
+
+def check_format(value: str) -> None:
+    """Raise InferenceError, in the words of gRPC, for an unknown format."""
+    if value not in FORMATS:
+        raise InferenceError(f"invalid argument for log_format, got: {value}")
+
+
+def _fixed_file() -> InferenceError:
+    return InferenceError(
+        "log file location can not be updated through network protocol", Code.UNSUPPORTED
+    )
+
+
 def _checked(name: str, value: Any) -> Any:
     if name == "log_file":
-        raise InferenceError(
-            "log file location can not be updated through network protocol", Code.UNSUPPORTED
-        )
+        raise _fixed_file()
     if name in SWITCHES:
         if not isinstance(value, bool):
             raise InferenceError("attempt to access JSON non-boolean as boolean", Code.INTERNAL)
@@ -56,11 +88,9 @@ def _checked(name: str, value: Any) -> Any:
             raise InferenceError(
                 "attempt to access JSON non-unsigned-integer as unsigned-integer", Code.INTERNAL
             )
-        return value
+        return value % 2**32  # the type of the level in Triton
     if not isinstance(value, str):
         raise InferenceError("attempt to access JSON non-string as string", Code.INTERNAL)
     if value not in FORMATS:
-        raise InferenceError(
-            f"Attempt to set 'log_format' to invalid value '{value}'", Code.UNAVAILABLE
-        )
+        raise InferenceError(f"invalid argument for --log_format, got: {value}", Code.UNAVAILABLE)
     return value

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any, Protocol
 
 from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
 
 NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
+FILE_PREFIX = "file:"
+MOST_FILES = 1000
+MOST_FILE_BYTES = 256 << 20
 NAMED_REPOSITORY = "'repository_name' specification is not supported"
 
 
@@ -20,8 +25,15 @@ class RepositoryControl(Protocol):
         """Return for each model its name and, where known, version, state and reason, in order."""
         ...
 
-    async def load(self, name: str, override: Mapping[str, Any] | None = None) -> None:
-        """Load a model and return when it serves. `override` replaces its configuration file."""
+    async def load(
+        self,
+        name: str,
+        override: Mapping[str, Any] | None = None,
+        files: Mapping[PurePosixPath, bytes] | None = None,
+    ) -> None:
+        """Load a model and return when it serves. `override` replaces its configuration file,
+        `files` its folder.
+        """
         ...
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None: ...
@@ -48,7 +60,12 @@ class NoControl:
             for entry in self._registry
         ]
 
-    async def load(self, name: str, override: Mapping[str, Any] | None = None) -> None:
+    async def load(
+        self,
+        name: str,
+        override: Mapping[str, Any] | None = None,
+        files: Mapping[PurePosixPath, bytes] | None = None,
+    ) -> None:
         raise Unavailable(NOT_EXPLICIT)
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None:
@@ -60,22 +77,49 @@ def check_repository_name(name: str) -> None:
         raise InferenceError(NAMED_REPOSITORY, Code.UNSUPPORTED)
 
 
-async def load_model(control: RepositoryControl, name: str, parameters: Mapping[str, Any]) -> None:
-    """Load with a client's parameters: `config` is a JSON configuration, `file:…` a file."""
-    override: Mapping[str, Any] | None = None
-    if any(key.startswith("file:") for key in parameters):
-        # files from the network could be code of any client's choice
-        raise cannot_poll(name)
-    config = parameters.get("config")
-    if config is not None:
-        override = _configuration(name, config)
-    await control.load(name, override)
+@dataclass
+class LoadParameters:
+    """What a client sends with a load: a configuration as JSON text, and files by their names."""
+
+    config: str | None = None
+    files: dict[str, bytes] = field(default_factory=dict)  # `file:1/model.py` and its content
 
 
-def _configuration(name: str, text: Any) -> Mapping[str, Any]:
+async def load_model(control: RepositoryControl, name: str, parameters: LoadParameters) -> None:
+    """Load with a client's parameters."""
+    override = None if parameters.config is None else _configuration(name, parameters.config)
+    if not parameters.files:
+        await control.load(name, override)
+        return
+    if override is None:
+        raise cannot_poll(name)  # Triton requires a configuration with the files
+    await control.load(name, override, read_files(parameters.files))
+
+
+def read_files(files: Mapping[str, bytes]) -> dict[PurePosixPath, bytes]:
+    """Return a client's files by their paths in the model's folder. Raises InferenceError."""
+    size = sum(map(len, files.values()))
+    if len(files) > MOST_FILES or size > MOST_FILE_BYTES:
+        raise InferenceError(
+            f"a model may have at most {MOST_FILES} files and {MOST_FILE_BYTES} bytes, "
+            f"got {len(files)} files and {size} bytes"
+        )
+    found: dict[PurePosixPath, bytes] = {}
+    for name, content in files.items():
+        path = PurePosixPath(name.removeprefix(FILE_PREFIX))
+        if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
+            raise InferenceError(
+                f"the file '{name}' is outside of the model's folder; give a relative path "
+                "without '..', such as 'file:1/model.py'"
+            )
+        found[path] = content
+    return found
+
+
+def _configuration(name: str, text: str) -> Mapping[str, Any]:
     try:
         document = json.loads(text)
-    except (TypeError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise cannot_poll(name) from error
     if not isinstance(document, dict):
         raise cannot_poll(name)

@@ -21,7 +21,7 @@ REFUSED = (
     "shared memory registration is not allowed; start the server with --allow-client-shm=true to "
     "allow it"
 )
-_CUDA_HANDLE_BYTES = 64
+CUDA_HANDLE_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class SharedMemory:
         )
 
     def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
-        if len(handle) != _CUDA_HANDLE_BYTES:
+        if len(handle) != CUDA_HANDLE_BYTES:
             raise InferenceError("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t")
         self._check_allowed()
         raise InferenceError("cuda shared memory is not supported by this server", Code.UNSUPPORTED)

@@ -16,11 +16,17 @@ _LENGTH = struct.Struct("<I")
 
 
 class IncompleteString(ValueError):
-    """The length before a string goes beyond the data. `length` is that length."""
+    """A string goes beyond the data, or the data ends within the length before one.
 
-    def __init__(self, length: int) -> None:
-        super().__init__(f"a string of {length} bytes is not all there")
+    `complete` is the number of strings, with the incomplete one if its length is complete.
+    `length` is that length, or None. `available` are the bytes that are there.
+    """
+
+    def __init__(self, complete: int, length: int | None, available: int) -> None:
+        super().__init__("the last string is incomplete")
+        self.complete = complete
         self.length = length
+        self.available = available
 
 
 def unpack(datatype: str, raw: Buffer) -> Array | list[bytes]:
@@ -35,14 +41,16 @@ def unpack(datatype: str, raw: Buffer) -> Array | list[bytes]:
 
 def _split(raw: Buffer) -> list[bytes]:
     raw = bytes(raw)  # slices of bytes are cheaper than slices of a view, and no copy if it is one
-    items = []
+    items: list[bytes] = []
     position = 0
     while position < len(raw):
         start = position + _LENGTH.size
         length = int.from_bytes(raw[position:start], "little")
         position = start + length
         if position > len(raw):
-            raise IncompleteString(length)
+            if start > len(raw):
+                raise IncompleteString(len(items), None, len(raw) - start + _LENGTH.size)
+            raise IncompleteString(len(items) + 1, length, len(raw) - start)
         items.append(raw[start:position])
     return items
 

@@ -35,11 +35,12 @@ _SHORT = {
 }
 _NOT_FINITE = {"nan": b"NaN", "inf": b"Infinity", "-inf": b"-Infinity"}
 _ESCAPED = {bytes([code]): b"\\u%04X" % code for code in range(0x20)} | _SHORT
-MAX_DEPTH = 128  # rapidjson has no limit and overflows its stack; requests need 3
+MAX_DEPTH = 400  # rapidjson has no limit and overflows its stack; requests need 3
 MAX_NUMBER_DIGITS = 4000
 _WHITE = re.compile(rb"[ \t\n\r]*")
 _PLAIN = re.compile(rb'[^"\\\x00-\x1f]*')
 _HEX = re.compile(rb"[0-9a-fA-F]{4}")
+_INTEGER = re.compile(r"\s*[+-]?[0-9]+")
 _DIGITS = re.compile(rb"[0-9]*")
 _ESCAPES = {
     ord('"'): b'"',
@@ -104,7 +105,7 @@ def _is_shallow(value: Any) -> bool:
 
 
 def _is_encodable(value: Any) -> bool:
-    """Return False where a string holds half a surrogate pair, which rapidjson refuses."""
+    """Return False where a string holds half a surrogate pair, which UTF-8 cannot."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -240,14 +241,14 @@ class ExactReader:
             if self.peek == 0:
                 raise self.fail("Missing a closing quotation mark in string.")
             if self.peek != ord("\\"):
-                raise self.fail("Invalid encoding in string.")
+                raise self.fail("Invalid escape character in string.")
             pieces.append(self.parse_escape())
 
     def parse_escape(self) -> bytes:
         start = self.position
         self.position += 1
         if self.accept("u"):
-            return chr(self.parse_code_point(start)).encode("utf-8")
+            return chr(self.parse_code_point(start)).encode("utf-8", "surrogatepass")
         if self.peek not in _ESCAPES:
             raise self.fail("Invalid escape character in string.", start)
         self.position += 1
@@ -255,9 +256,9 @@ class ExactReader:
 
     def parse_code_point(self, start: int) -> int:
         code = self.parse_hex4(start)
-        if not 0xD800 <= code <= 0xDFFF:
-            return code
-        if code > 0xDBFF or not (self.accept("\\") and self.accept("u")):
+        if not 0xD800 <= code <= 0xDBFF:
+            return code  # rapidjson accepts the second half of a pair alone
+        if not (self.accept("\\") and self.accept("u")):
             raise self.fail("The surrogate pair in string is invalid.", start)
         low = self.parse_hex4(start)
         if not 0xDC00 <= low <= 0xDFFF:
@@ -313,6 +314,12 @@ class ExactReader:
         if self.peek == ord("i"):
             self.expect_word("inity")
         return float("-inf") if negative else float("inf")
+
+
+def leading_integer(text: str) -> int | None:
+    """Return the integer that a text begins with, as C reads it, or None."""
+    match = _INTEGER.match(text)
+    return int(match[0]) if match is not None and len(match[0]) < MAX_NUMBER_DIGITS else None
 
 
 # -- writing

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import RequestTrace
 from slipstream.server.kserve.input_checks import check_request
-from slipstream.server.kserve.repository_control import NoControl, RepositoryControl, load_model
+from slipstream.server.kserve.repository_control import (
+    LoadParameters,
+    NoControl,
+    RepositoryControl,
+    load_model,
+)
 from slipstream.server.python_models.convert import error_frame, request_from_frame, response_frame
 from slipstream.server.python_models.custom_metrics import CustomMetrics
 from slipstream.server.python_models.flow_control import FlowControl
@@ -167,7 +172,7 @@ class Calls:
                 return 0.0  # unknown is not ready
         if control.action == "load":
             files = {f"file:{path}": content for path, content in control.files.items()}
-            parameters = {"config": control.config, **files} if control.config else files
+            parameters = LoadParameters(control.config or None, files)
             await load_model(self._context.control, control.name, parameters)
         else:
             await self._context.control.unload(control.name, control.unload_dependents)

@@ -58,16 +58,29 @@ def request_frame(number: int, request: InferRequest) -> RequestFrame:
     trace = request.times.trace
     return RequestFrame(
         number=number,
-        id=request.id,
-        correlation_id=request.sequence_id,
+        id=_valid(request.id),
+        correlation_id=_correlation_id(request.sequence_id),
         flags=_START * request.sequence_start | _END * request.sequence_end,
         timeout=request.timeout_microseconds,
-        parameters=_WRITER.encode(request.parameters) if request.parameters else "{}",
+        parameters=_valid(_WRITER.encode(request.parameters)) if request.parameters else "{}",
         requested_outputs=request.outputs,
         inputs=[tensor_frame(tensor) for tensor in request.inputs.values()],
         trace=number if trace is not None else 0,
         trace_context=trace.context if trace is not None else "",
     )
+
+
+def _valid(text: str) -> str:
+    """Return the text without bytes that are not UTF-8, which an HTTP client may send."""
+    return (
+        text
+        if text.isascii()
+        else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    )
+
+
+def _correlation_id(identity: int | str) -> int | str:
+    return _valid(identity) if isinstance(identity, str) else identity
 
 
 def request_from_frame(frame: RequestFrame, model_name: str, model_version: str) -> InferRequest:

@@ -239,9 +239,12 @@ def encode(message: ToWorker | FromWorker) -> list[Buffer]:
     large: list[memoryview] = []
     head = bytearray(_LENGTHS.size)
     try:
-        _ENCODER.encode_into(message, head, _LENGTHS.size)
-    except TypeError:  # a LargeTensor, which is rare
-        _encoder(large).encode_into(message, head, _LENGTHS.size)
+        try:
+            _ENCODER.encode_into(message, head, _LENGTHS.size)
+        except TypeError:  # a LargeTensor, which is rare
+            _encoder(large).encode_into(message, head, _LENGTHS.size)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise FrameError(f"a message cannot be sent to a Python model: {error}") from error
     pieces: list[Buffer] = [head]
     size = len(head)
     for view in large:

@@ -285,9 +285,10 @@ class Instance:
             )
 
     def execute(self, requests: list[RequestFrame]) -> None:
+        """Send a batch to the process. Raises FrameError where it cannot be sent."""
         assert self._orders is not None
-        self._batches.append([request.number for request in requests])
         self._orders.write(Execute(requests))
+        self._batches.append([request.number for request in requests])
 
     def cancel(self, number: int) -> None:
         if self._events is not None:

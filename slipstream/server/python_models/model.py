@@ -23,7 +23,7 @@ from slipstream.server.kserve.inference import (
 from slipstream.server.python_models.auto_complete import complete_config
 from slipstream.server.python_models.calls import PythonModelContext
 from slipstream.server.python_models.convert import request_frame, response_from_frame
-from slipstream.server.python_models.frames import Response, Start
+from slipstream.server.python_models.frames import FrameError, Response, Start
 from slipstream.server.python_models.instance import Instance
 from slipstream.server.python_models.rate_limiter import GLOBAL, Contender, Device
 from slipstream.server.python_models.request_queue import Pending, RequestQueue
@@ -223,7 +223,14 @@ class PythonModel(ServedModel):
             self._running[pending.number] = pending
             frames.append(request_frame(pending.number, pending.request))
             pending.request.times.end_input()
-        instance.execute(frames)
+        try:
+            instance.execute(frames)
+        except FrameError as error:
+            self._release(instance)
+            for pending in batch:
+                del self._running[pending.number]
+                self._queue.finished(pending)
+                pending.fail(InferenceError(str(error)))
 
     def _on_response(self, message: Response) -> None:
         pending = self._running.get(message.number)

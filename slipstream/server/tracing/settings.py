@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import RequestTrace
+from slipstream.server.kserve.triton_json import leading_integer
 from slipstream.server.tracing.export_settings import ExportSettings
 from slipstream.server.tracing.spans import SpanTraces
 from slipstream.server.tracing.tracing import (
@@ -34,6 +35,7 @@ DEFAULTS: Mapping[str, Value] = {
     "trace_file": "",
     "trace_mode": "triton",
 }
+CHANGEABLE = tuple(name for name in DEFAULTS if name != "trace_mode")  # the mode is ignored
 FILE_SETTINGS = ("log_frequency", "trace_file")
 
 
@@ -99,7 +101,7 @@ class TraceSettings:
         Like Triton, ignore unknown names and undo earlier changes where the value is None.
         """
         changes = {
-            name: _check(name, value) for name, value in requested.items() if name in DEFAULTS
+            name: _check(name, value) for name, value in requested.items() if name in CHANGEABLE
         }
         if self.exporter is not None and changes.get("log_frequency") is not None:
             raise _invalid("the mode opentelemetry has no log_frequency")
@@ -197,30 +199,37 @@ def _is_on(settings: Mapping[str, Value]) -> bool:
 
 
 def _check(name: str, value: Any) -> Value | None:
-    if value is None:
-        return None
     if name == "trace_file":
         raise InferenceError(
             "trace file location can not be updated through network protocol", Code.UNSUPPORTED
         )
-    if name == "trace_mode":
-        raise InferenceError(
-            "trace mode can not be updated through network protocol", Code.UNSUPPORTED
-        )
+    if value is None:
+        return None
     if name == "trace_level":
-        return _levels(value if isinstance(value, list) else [value])
-    text = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if not isinstance(text, (str, int)) or isinstance(text, bool):
+        if not isinstance(value, (list, str)):
+            raise InferenceError("attempt to access JSON non-array as array", Code.INTERNAL)
+        return _levels([value] if isinstance(value, str) else value)
+    # Triton takes only texts
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
         raise InferenceError("attempt to access JSON non-string as string", Code.INTERNAL)
-    try:
-        number = int(text)
-    except ValueError as error:
-        raise InferenceError(f"Unable to parse '{name}', got: {text}") from error
-    if not -(2**31) <= number < 2**31:
+    return str(_number(name, str(value)))
+
+
+def _number(name: str, text: str) -> int:
+    """Return the value of a setting. Triton keeps it in 32 bits, unsigned except for the count."""
+    number = leading_integer(text)
+    if number is None:
+        raise InferenceError(f"Unable to parse '{name}', got: {text}")
+    lowest, highest = (-1, 2**31 - 1) if name == "trace_count" else (0, 2**32 - 1)
+    if not -(2**31) <= number <= highest:
         raise InferenceError(
-            f"Unable to parse '{name}', value is out of range [ 0, {2**31 - 1} ], got: {text}"
+            f"Unable to parse '{name}', value is out of range [ {lowest}, {highest} ], got: {text}"
         )
-    return str(number)
+    if name != "trace_count":
+        return number % 2**32
+    if number < -1:
+        raise InferenceError(f"Unable to parse '{name}'. Expecting value >= -1, got:{number}")
+    return number
 
 
 def _levels(values: list[Any]) -> list[str]:

@@ -1,0 +1,1 @@
+"""Generated wrong requests, the same in each run, for HTTP and gRPC."""
