@@ -148,14 +148,16 @@ def inspect_repository(
     path: Paths,
     served_elsewhere: ServedElsewhere = (),
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    sent: Mapping[str, Path] | None = None,
 ) -> tuple[Repository, Problems]:
     """Return what could be read of the repository, and its problems.
 
     `overrides` are configurations in JSON's form. They replace the files of the models they name.
+    `sent` are folders of models by name that replace those of the repository.
     """
     folders = _folders(path)
     problems = Problems()
-    models = _read_folders(folders, overrides or {}, problems)
+    models = _read_folders(folders, overrides or {}, sent or {}, problems)
     ours = {
         name: model
         for name, model in models.items()
@@ -192,26 +194,31 @@ def _is_served_elsewhere(model: RepositoryModel, served_elsewhere: ServedElsewhe
 
 
 def _read_folders(
-    folders: tuple[Path, ...], overrides: Mapping[str, Mapping[str, Any]], problems: Problems
+    folders: tuple[Path, ...],
+    overrides: Mapping[str, Mapping[str, Any]],
+    sent: Mapping[str, Path],
+    problems: Problems,
 ) -> dict[str, RepositoryModel]:
     """Return the models of all folders by name, and report names that occur twice."""
     models: dict[str, RepositoryModel] = {}
+    found = list(sent.values())
     for folder in folders:
-        for model in _read_models(folder, overrides, problems):
-            if model.name in models:
-                other = models[model.name].folder.parent
-                text = f"there is a model '{model.name}' in {other} too"
-                problems.error(model.folder, 0, "", text)
-            models.setdefault(model.name, model)
+        found += [one for one in _model_folders(folder, problems) if one.name not in sent]
+    for folder in found:
+        model = _read_model(folder, overrides.get(folder.name), problems)
+        if model is None:
+            continue
+        if model.name in models:
+            text = f"there is a model '{model.name}' in {models[model.name].folder.parent} too"
+            problems.error(model.folder, 0, "", text)
+        models.setdefault(model.name, model)
     if not models and not problems.errors:
         places = ", ".join(str(folder) for folder in folders)
         problems.error(places, 0, "", f"no model in it (a model is a folder with {CONFIG_NAME})")
     return models
 
 
-def _read_models(
-    repository: Path, overrides: Mapping[str, Mapping[str, Any]], problems: Problems
-) -> Iterator[RepositoryModel]:
+def _model_folders(repository: Path, problems: Problems) -> Iterator[Path]:
     if not repository.is_dir():
         problems.error(repository, 0, "", "no such folder")
         return
@@ -221,19 +228,23 @@ def _read_models(
         if not (folder / CONFIG_NAME).is_file():
             problems.warn(folder, 0, "", f"no {CONFIG_NAME} in it: not a model, skipped")
             continue
-        known = len(problems.errors)
-        config = read_model_config(folder, problems, overrides.get(folder.name))
-        if config is None:
-            continue
-        if not _NAME.fullmatch(folder.name):
-            problems.error(
-                folder, 0, "", "a model's name may hold letters, digits, '.', '_' and '-'"
-            )
-        malformed = len(problems.errors) > known
-        role = find_role(config)
-        parameters = read_parameters(config, role, problems)
-        versions = _versions(folder, config, role, problems)
-        yield RepositoryModel(folder.name, folder, config, role, versions, parameters, malformed)
+        yield folder
+
+
+def _read_model(
+    folder: Path, override: Mapping[str, Any] | None, problems: Problems
+) -> RepositoryModel | None:
+    known = len(problems.errors)
+    config = read_model_config(folder, problems, override)
+    if config is None:
+        return None
+    if not _NAME.fullmatch(folder.name):
+        problems.error(folder, 0, "", "a model's name may hold letters, digits, '.', '_' and '-'")
+    malformed = len(problems.errors) > known
+    role = find_role(config)
+    parameters = read_parameters(config, role, problems)
+    versions = _versions(folder, config, role, problems)
+    return RepositoryModel(folder.name, folder, config, role, versions, parameters, malformed)
 
 
 def _versions(folder: Path, config: ModelConfig, role: Role, problems: Problems) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 READY = "READY"
 UNAVAILABLE = "UNAVAILABLE"
 LOADING = "LOADING"
+UNLOADING = "UNLOADING"
 _CODE_NAMES = {
     Code.INTERNAL: "Internal",
     Code.INVALID_ARG: "Invalid argument",
@@ -154,12 +155,18 @@ class LoadedModels:
         builder: ModelBuilder,
         patience_seconds: float,
         on_unload: Callable[[str], None],
+        on_close: Callable[[RepositoryModel], None],
     ) -> None:
+        """`on_unload` is called when a model is unloaded, `on_close` when its processes ended.
+
+        `on_close` is also called for a model that another one replaced.
+        """
         self._registry = registry
         self._engines = engines
         self._builder = builder
         self._patience_seconds = patience_seconds
         self._on_unload = on_unload
+        self._on_close = on_close
         self._models: dict[str, LoadedModel] = {}
         self._repository = Repository((), {}, {}, {})
         self._releases: set[asyncio.Task[None]] = set()
@@ -202,23 +209,25 @@ class LoadedModels:
 
     async def load(self, name: str, reading: Reading) -> None:
         """Load a model and those it uses. LoadFailed says why it cannot serve."""
+        failures: dict[str, LoadFailed] = {}
         for part in reading.repository.needed_by(name):
-            if part == name or part not in self._models:
-                try:
-                    await self._load_one(reading.repository.models[part], reading)
-                except LoadFailed as error:
-                    if part == name:
-                        raise
-                    text = f"ensemble '{name}' depends on '{part}' which has no loaded version."
-                    raise self._fail(
-                        reading.repository.models[name],
-                        f"Invalid argument: {text} Model '{part}' loading failed with error: "
-                        f"{error}",
-                    ) from error
+            needed = reading.repository.needed_by(part)
+            if (part in self._models and part != name) or any(one in failures for one in needed):
+                continue
+            try:
+                await self._load_one(reading.repository.models[part], reading)
+            except LoadFailed as error:
+                if part == name:
+                    raise
+                failures[part] = error
+        for part, failure in failures.items():
+            text = f"ensemble '{name}' depends on '{part}' which has no loaded version."
+            raise LoadFailed(f"{text} Model '{part}' loading failed with error: {failure}")
 
     async def _load_one(self, model: RepositoryModel, reading: Reading) -> None:
         if not model.versions:
-            self._registry.retire(model.name)
+            if model.name not in self._models:
+                self._registry.retire(model.name)
             raise LoadFailed(
                 "at least one version must be available under the version policy of model "
                 f"'{model.name}'"
@@ -272,10 +281,13 @@ class LoadedModels:
         if replaced is not None:
             self._rebuild_users(model.name, repository)
             self._release(replaced)
+        former = self.status.get(model.name, {})
+        gone = [version for version in former if version not in model.versions]
         self._set_status(model, Status(READY))
+        self.status[model.name] |= dict.fromkeys(gone, Status(UNAVAILABLE, "unloaded"))
         self._repository = repository
         if predecessor is not None:
-            self._run_later(predecessor.close())
+            self._run_later(self._close(predecessor))
         _log(849, model.name, f"successfully loaded '{model.name}'")
 
     def _rebuild_users(self, engine: str, repository: Repository) -> None:
@@ -300,25 +312,35 @@ class LoadedModels:
             return [name]
         self._registry.retire(name)
         self._on_unload(name)
-        self._set_status(loaded.model, Status(UNAVAILABLE, "unloaded"))
-        self._run_later(loaded.close())
-        client = self._engines.forget(name)
-        if client is not None:
-            self._release(client)
+        unloading = Status(UNLOADING)
+        self._set_status(loaded.model, unloading)
+        self._run_later(self._finish_unload(loaded, self._engines.forget(name), unloading))
         version = loaded.model.versions[-1]
         _log(636, name, f"successfully unloaded '{name}' version {version}")
         unloaded = [name]
         for user in self.users(name):
             if user not in self._models:
                 continue  # unloaded with another user
-            model = self._models[user].model
             unloaded += self.unload(user)
-            reason = f"ensemble '{user}' depends on '{name}' which has no loaded version"
-            self._set_status(model, Status(UNAVAILABLE, f"Invalid argument: {reason}"))
         return unloaded
 
+    async def _finish_unload(
+        self, loaded: LoadedModel, client: EngineClient | None, unloading: Status
+    ) -> None:
+        """Wait until the processes of an unloaded model have ended, and note it."""
+        await self._close(loaded)
+        if client is not None:
+            await self._engines.release(client, self._patience_seconds)
+        for version, status in self.status.get(loaded.model.name, {}).items():
+            if status is unloading:  # it was not loaded again
+                self.status[loaded.model.name][version] = Status(UNAVAILABLE, "unloaded")
+
+    async def _close(self, loaded: LoadedModel) -> None:
+        await loaded.close()
+        self._on_close(loaded.model)
+
     async def close(self) -> None:
-        await asyncio.gather(*(loaded.close() for loaded in self._models.values()))
+        await asyncio.gather(*(self._close(loaded) for loaded in self._models.values()))
         await asyncio.gather(*self._releases)
 
     def _release(self, client: EngineClient) -> None:

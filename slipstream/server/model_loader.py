@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.repository.config import CONFIG_NAME
 from slipstream.repository.models import RepositoryModel, inspect_repository
@@ -27,7 +27,9 @@ from slipstream.server.loaded_models import (
 )
 from slipstream.server.models.factories import ModelFactory, find_factory
 from slipstream.server.options import ControlMode
+from slipstream.server.sent_models import refuse_files, remove_folder, write_folder
 
+_T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.01  # interval of `wait_idle`
@@ -58,9 +60,14 @@ class ModelLoader:
             ModelBuilder(registry, engines, factories, chat_template_folder),
             patience_seconds,
             on_unload,
+            self._remove_files,
         )
         self._explicit: set[str] = set()  # models that were loaded by name
+        # models that were loaded, also as a part of others, and not unloaded by name since
+        self._wanted: set[str] = set()
         self._overrides: dict[str, Mapping[str, Any]] = {}  # configurations sent by clients
+        self._sent: dict[str, Path] = {}  # folders of the models whose files clients sent
+        self._temporary: set[Path] = set()  # all such folders that exist
         self._lock = asyncio.Lock()
 
     # -- requests of clients
@@ -84,21 +91,61 @@ class ModelLoader:
         files: Mapping[PurePosixPath, bytes] | None = None,
     ) -> None:
         self._check_explicit()
+        folder = None if files is None else await self._write_files(name, override, files)
         async with self._lock:
-            overrides = {**self._overrides}
-            overrides.pop(name, None)
-            if override is not None:
-                overrides[name] = override
-            reading = self.read(overrides)
+            await self._load(name, override, folder)
+
+    async def _write_files(
+        self,
+        name: str,
+        override: Mapping[str, Any] | None,
+        files: Mapping[PurePosixPath, bytes],
+    ) -> Path:
+        if not any(factory.accepts_files for factory in self._factories):
+            raise refuse_files(name)
+        if override is None:
+            raise cannot_poll(name)
+        folder = await asyncio.to_thread(write_folder, name, files)
+        self._temporary.add(folder)
+        return folder
+
+    async def _load(
+        self, name: str, override: Mapping[str, Any] | None, folder: Path | None
+    ) -> None:
+        former_overrides = self._overrides
+        former_sent = self._sent
+        self._overrides = _replaced(self._overrides, name, override)
+        self._sent = _replaced(self._sent, name, folder)
+        try:
+            reading = self.read(self._overrides)
             model = reading.repository.models.get(name)
             if model is None or model.malformed:
                 raise cannot_poll(name)
-            try:
-                await self._loaded.load(name, reading)
-            except LoadFailed as error:
+            self._wanted |= set(reading.repository.needed_by(name))
+            is_new = not self._loaded.is_current(model)
+            await self._loaded.load(name, reading)
+        except BaseException as error:
+            self._overrides = former_overrides
+            self._sent = former_sent
+            if folder is not None:
+                self._remove(folder)
+            if isinstance(error, LoadFailed):
                 raise InferenceError(f"load failed for model '{name}': {error}\n") from error
-            self._overrides = overrides
+            raise
+        if is_new:  # a model that serves already stays a part of the one that loaded it
             self._explicit.add(name)
+        await self._load_users(name, reading)
+
+    async def _load_users(self, name: str, reading: Reading) -> None:
+        """Load the models that became unavailable when this one was unloaded, or failed to load."""
+        for user in reading.repository.models:
+            parts = set(reading.repository.needed_by(user))
+            if name not in parts or user in self._loaded or not parts <= self._wanted:
+                continue
+            try:
+                await self._loaded.load(user, reading)
+            except LoadFailed as error:
+                logger.error("failed to load '%s': %s", user, error, extra=log_context(654, user))
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None:
         self._check_explicit()
@@ -108,6 +155,7 @@ class ModelLoader:
             for part in reversed(parts):
                 if part not in self._explicit and not self._loaded.users(part):
                     self._unload(part)
+            await asyncio.sleep(0)  # models without processes of their own are unloaded now
 
     @property
     def models_ready(self) -> bool:
@@ -124,7 +172,7 @@ class ModelLoader:
         def is_claimed(model: RepositoryModel) -> bool:
             return find_factory(self._factories, model) is not None
 
-        return Reading(*inspect_repository(self._paths, is_claimed, overrides))
+        return Reading(*inspect_repository(self._paths, is_claimed, overrides, self._sent))
 
     async def load_all(self, names: Iterable[str], reading: Reading) -> dict[str, str]:
         """Load these models. Return the reason of each that failed."""
@@ -134,6 +182,7 @@ class ModelLoader:
                 try:
                     if name not in reading.repository.models:
                         raise LoadFailed("failed to poll from model repository")
+                    self._wanted |= set(reading.repository.needed_by(name))
                     # it may have been loaded as a part of another model
                     if not self._loaded.is_current(reading.repository.models[name]):
                         await self._loaded.load(name, reading)
@@ -180,6 +229,8 @@ class ModelLoader:
 
     async def close(self) -> None:
         await self._loaded.close()
+        for folder in list(self._temporary):
+            self._remove(folder)
 
     def _check_explicit(self) -> None:
         if self._mode != "explicit":
@@ -196,6 +247,25 @@ class ModelLoader:
         return names
 
     def _unload(self, name: str) -> None:
-        for unloaded in self._loaded.unload(name):
-            self._explicit.discard(unloaded)
-            self._overrides.pop(unloaded, None)
+        """Unload a model and those that use it. They come back when it is loaded again."""
+        self._explicit.discard(name)
+        self._wanted.discard(name)
+        self._overrides = _replaced(self._overrides, name, None)
+        self._sent = _replaced(self._sent, name, None)
+        self._loaded.unload(name)
+
+    def _remove_files(self, model: RepositoryModel) -> None:
+        """Remove the folder of a model that is no longer used, if a client sent it."""
+        if model.folder not in self._sent.values():
+            self._remove(model.folder)
+
+    def _remove(self, folder: Path) -> None:
+        if folder in self._temporary:
+            self._temporary.discard(folder)
+            remove_folder(folder)
+
+
+def _replaced(values: dict[str, _T], name: str, value: _T | None) -> dict[str, _T]:
+    """Return a copy with another value for a name, or without one."""
+    changed = {key: other for key, other in values.items() if key != name}
+    return changed if value is None else {**changed, name: value}

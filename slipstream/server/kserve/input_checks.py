@@ -5,7 +5,7 @@ Raw bytes are decoded last: a request with a wrong input name, type or shape is 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from math import prod
 from typing import NamedTuple
 

@@ -31,8 +31,10 @@ class RepositoryControl(Protocol):
         override: Mapping[str, Any] | None = None,
         files: Mapping[PurePosixPath, bytes] | None = None,
     ) -> None:
-        """Load a model and return when it serves. `override` replaces its configuration file,
-        `files` its folder.
+        """Load a model and return when it serves.
+
+        `override` replaces its configuration file. `files` replace its folder, and need an
+        override.
         """
         ...
 
@@ -88,12 +90,8 @@ class LoadParameters:
 async def load_model(control: RepositoryControl, name: str, parameters: LoadParameters) -> None:
     """Load with a client's parameters."""
     override = None if parameters.config is None else _configuration(name, parameters.config)
-    if not parameters.files:
-        await control.load(name, override)
-        return
-    if override is None:
-        raise cannot_poll(name)  # Triton requires a configuration with the files
-    await control.load(name, override, read_files(parameters.files))
+    files = read_files(parameters.files) if parameters.files else None
+    await control.load(name, override, files)
 
 
 def read_files(files: Mapping[str, bytes]) -> dict[PurePosixPath, bytes]:

@@ -21,6 +21,8 @@ from slipstream.server.metrics.prometheus_text import Family
 class ModelFactory(ABC):
     # repository control, for models that load others; the server replaces it
     control: RepositoryControl = NoControl()
+    # whether clients may send the files of models, which may be code
+    accepts_files = False
 
     @abstractmethod
     def claims(self, model: RepositoryModel) -> bool:

@@ -44,6 +44,8 @@ class PythonModels(ModelFactory):
     The engine model is never one of them: upstream's `model.py` for it drives another engine.
     """
 
+    accepts_files = True
+
     def __init__(self, limiter: RateLimiter | None = None, complete_config: bool = True) -> None:
         self._limiter = limiter
         self._complete_config = complete_config
