@@ -1,11 +1,12 @@
-"""Find the folders of engines, tokenizers and adapters that a repository names."""
+"""Find the folders of models, and of the engines, tokenizers and adapters that they name."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from slipstream.repository.config import ModelConfig
+from slipstream.repository.config import CONFIG_NAME, ModelConfig
 from slipstream.repository.problems import Problems
 from slipstream.weights.engine_config import (
     EngineConfig,
@@ -15,6 +16,20 @@ from slipstream.weights.engine_config import (
 )
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def model_folders(repository: Path, problems: Problems) -> Iterator[Path]:
+    """Yield the folders of a repository that have a configuration, in order."""
+    if not repository.is_dir():
+        problems.error(repository, 0, "", "no such folder")
+        return
+    for folder in sorted(repository.iterdir()):
+        if folder.name.startswith(".") or not folder.is_dir():
+            continue
+        if not (folder / CONFIG_NAME).is_file():
+            problems.warn(folder, 0, "", f"no {CONFIG_NAME} in it: not a model, skipped")
+            continue
+        yield folder
 
 
 def candidate_folders(value: str, repository: Path, config: ModelConfig) -> list[Path]:

@@ -29,7 +29,12 @@ from slipstream.repository.engine_parameters import (
     report_unfilled,
 )
 from slipstream.repository.ensembles import check_graph
-from slipstream.repository.folders import find_adapters, find_engine, find_tokenizer
+from slipstream.repository.folders import (
+    find_adapters,
+    find_engine,
+    find_tokenizer,
+    model_folders,
+)
 from slipstream.repository.own_code import is_users_model, report_code, report_unknown_models
 from slipstream.repository.problems import Problem, Problems, RepositoryError
 from slipstream.repository.roles import (
@@ -203,7 +208,7 @@ def _read_folders(
     models: dict[str, RepositoryModel] = {}
     found = list(sent.values())
     for folder in folders:
-        found += [one for one in _model_folders(folder, problems) if one.name not in sent]
+        found += [one for one in model_folders(folder, problems) if one.name not in sent]
     for folder in found:
         model = _read_model(folder, overrides.get(folder.name), problems)
         if model is None:
@@ -216,19 +221,6 @@ def _read_folders(
         places = ", ".join(str(folder) for folder in folders)
         problems.error(places, 0, "", f"no model in it (a model is a folder with {CONFIG_NAME})")
     return models
-
-
-def _model_folders(repository: Path, problems: Problems) -> Iterator[Path]:
-    if not repository.is_dir():
-        problems.error(repository, 0, "", "no such folder")
-        return
-    for folder in sorted(repository.iterdir()):
-        if folder.name.startswith(".") or not folder.is_dir():
-            continue
-        if not (folder / CONFIG_NAME).is_file():
-            problems.warn(folder, 0, "", f"no {CONFIG_NAME} in it: not a model, skipped")
-            continue
-        yield folder
 
 
 def _read_model(
