@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.repository.config import CONFIG_NAME, ModelConfig
 from slipstream.repository.problems import Problems
+from slipstream.repository.roles import Role
 from slipstream.weights.engine_config import (
     EngineConfig,
     EngineFolderError,
@@ -15,6 +17,7 @@ from slipstream.weights.engine_config import (
     read_engine_config,
 )
 
+_VERSION = re.compile(r"[1-9][0-9]*")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -30,6 +33,29 @@ def model_folders(repository: Path, problems: Problems) -> Iterator[Path]:
             problems.warn(folder, 0, "", f"no {CONFIG_NAME} in it: not a model, skipped")
             continue
         yield folder
+
+
+def find_versions(
+    folder: Path, config: ModelConfig, role: Role, problems: Problems
+) -> tuple[int, ...]:
+    """Return the versions of a model that its version policy selects."""
+    present = tuple(
+        int(child.name)
+        for child in folder.iterdir()
+        if child.is_dir() and _VERSION.fullmatch(child.name)
+    )
+    if not present and role is not Role.OTHER:
+        # the version folder of an ensemble is empty, and git does not store empty folders
+        if role is not Role.ENSEMBLE:
+            problems.warn(folder, 0, "", "no version folder in it: served as version 1")
+        present = (1,)
+    versions = config.version_policy.choose(present)
+    if not versions:
+        text = "no version folder"
+        if present:
+            text = f"the version policy selects none of {sorted(present)}"
+        problems.error(config.file, config.line("version_policy"), "version_policy", text)
+    return versions
 
 
 def candidate_folders(value: str, repository: Path, config: ModelConfig) -> list[Path]:

@@ -33,6 +33,7 @@ from slipstream.repository.folders import (
     find_adapters,
     find_engine,
     find_tokenizer,
+    find_versions,
     model_folders,
 )
 from slipstream.repository.own_code import is_users_model, report_code, report_unknown_models
@@ -48,7 +49,6 @@ from slipstream.repository.roles import (
 from slipstream.weights.engine_config import EngineConfig
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
-_VERSION = re.compile(r"[1-9][0-9]*")
 
 
 @dataclass(frozen=True)
@@ -235,28 +235,8 @@ def _read_model(
     malformed = len(problems.errors) > known
     role = find_role(config)
     parameters = read_parameters(config, role, problems)
-    versions = _versions(folder, config, role, problems)
+    versions = find_versions(folder, config, role, problems)
     return RepositoryModel(folder.name, folder, config, role, versions, parameters, malformed)
-
-
-def _versions(folder: Path, config: ModelConfig, role: Role, problems: Problems) -> tuple[int, ...]:
-    present = tuple(
-        int(child.name)
-        for child in folder.iterdir()
-        if child.is_dir() and _VERSION.fullmatch(child.name)
-    )
-    if not present and role is not Role.OTHER:
-        # the version folder of an ensemble is empty, and git does not store empty folders
-        if role is not Role.ENSEMBLE:
-            problems.warn(folder, 0, "", "no version folder in it: served as version 1")
-        present = (1,)
-    versions = config.version_policy.choose(present)
-    if not versions:
-        text = "no version folder"
-        if present:
-            text = f"the version policy selects none of {sorted(present)}"
-        problems.error(config.file, config.line("version_policy"), "version_policy", text)
-    return versions
 
 
 def _read_engines(
