@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from http_support import RunningServer, wait_until
 from openai_server import Serving, sdk
@@ -109,6 +110,16 @@ def test_weights_that_change_under_the_same_path_are_read_again(serving, call, f
     # copies the times as well, so that only the time of the change itself differs
     shutil.copytree(folders["second"], folder, dirs_exist_ok=True)
     assert complete(serving, "changing") != before
+
+
+def test_an_adapter_whose_folder_is_gone_is_not_found(serving, call, folders, tmp_path):
+    folder = shutil.copytree(folders["first"], tmp_path / "gone")
+    assert call("load", lora_name="gone", lora_path=str(folder)).is_success
+    shutil.rmtree(folder)
+    assert "gone" not in {model.id for model in serving.client.models.list()}
+    with pytest.raises(openai.NotFoundError, match="'gone' does not exist"):
+        complete(serving, "gone")
+    assert call("unload", lora_name="gone").is_success
 
 
 def test_load_inplace_replaces_an_adapter(serving, call, folders):

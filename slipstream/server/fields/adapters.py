@@ -83,7 +83,7 @@ class AdapterRegistry:
 
     def names(self) -> list[str]:
         """Return the names of the adapters that requests can name now."""
-        found = set(self._added)
+        found = {name for name, folder in self._added.items() if holds_adapter(folder)}
         if self._folder is not None and self._folder.is_dir():
             found.update(path.name for path in self._folder.iterdir() if holds_adapter(path))
         return sorted(found)
@@ -108,7 +108,8 @@ class AdapterRegistry:
     def _find_folder(self, name: str) -> Path | None:
         """Return the adapter folder of this name. A name is never a path."""
         if name in self._added:
-            return self._added[name]
+            folder = self._added[name]
+            return folder if folder.is_dir() else None
         if self._folder is None or name in ("", ".", "..") or "/" in name or "\0" in name:
             return None
         if len(name.encode(errors="replace")) > 255:  # the file system's limit

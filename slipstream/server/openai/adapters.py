@@ -6,6 +6,7 @@ adapters may name any folder that the server can read, so both routes need a key
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from slipstream.server.models.generating import EngineBackedModel, ServedEngine,
 from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import convert_fields, decode_object
 from slipstream.server.openai.models import find_model, text_models
+
+logger = logging.getLogger(__name__)
 
 API = "model-repository"  # access-control group of both routes
 _MAX_NAME_BYTES = 255
@@ -59,6 +62,7 @@ class AdapterLoader:
         self._check_free(fields, engine)  # another call may have loaded the name meanwhile
         for adapters in self._registries(engine):
             adapters.add(name, folder)
+        logger.info("loaded adapter '%s' of %s from %s", name, engine.model.name, folder)
         return f"Success: LoRA adapter '{name}' added successfully.".encode()
 
     async def unload(self, body: bytes) -> bytes:
@@ -77,6 +81,7 @@ class AdapterLoader:
             )
         for adapters in registries:
             adapters.remove(name)
+        logger.info("unloaded adapter '%s'", name)
         return f"Success: LoRA adapter '{name}' removed successfully.".encode()
 
     def _require_key(self) -> None:
