@@ -18,7 +18,7 @@ from tiny_models import VOCABULARY, config_of, expected_tensors, random_model
 from slipstream.model.families.family import UnsupportedModel
 from slipstream.model.spec import RopeScaling
 from slipstream.weights.build import build_engine
-from slipstream.weights.engine_config import GenerationDefaults
+from slipstream.weights.engine_config import GenerationDefaults, PoolingDefaults
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.sources import source as source_module
 from slipstream.weights.sources.gguf_file import read_gguf
@@ -259,6 +259,20 @@ def test_special_tokens_are_read(
         metadata={**TOKENIZER, **metadata},
     )
     assert GgufSource(tmp_path / "model.gguf", "gguf").generation == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(None, None), (0, None), (1, "mean"), (2, "cls"), (3, "last"), (4, None)]
+)
+def test_the_pooling_type_is_read(tmp_path: Path, number: int | None, kind: str | None) -> None:
+    metadata = {} if number is None else {"llama.pooling_type": number}
+    write_gguf(
+        tmp_path / "model.gguf",
+        random_model(config_of("llama")),
+        metadata={**TOKENIZER, **metadata},
+    )
+    found = GgufSource(tmp_path / "model.gguf", "gguf").pooling
+    assert found == (None if kind is None else PoolingDefaults(kind))
 
 
 @pytest.mark.parametrize(

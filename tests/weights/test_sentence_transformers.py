@@ -7,9 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from tiny_models import config_of, random_model
 
+from slipstream.weights.build import build_engine
+from slipstream.weights.checkpoint import write_checkpoint
 from slipstream.weights.engine_config import PoolingDefaults
+from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.rank_split import RankMapping
+from slipstream.weights.sources.hf_folder import HuggingFaceFolder
+from slipstream.weights.sources.open_source import open_source
 from slipstream.weights.sources.sentence_transformers import read_pooling
+from slipstream.weights.sources.source import SourceError
 
 # sentence-transformers 6.2 writes other paths of its classes than 5.x
 OLD = "sentence_transformers.models."
@@ -98,3 +108,31 @@ def test_a_plain_model_declares_nothing_and_a_classifier_its_score_layer(tmp_pat
     assert read_pooling(tmp_path, ["LlamaModel"]) == PoolingDefaults("", generates=False)
     classifier = read_pooling(tmp_path, ["Qwen2ForSequenceClassification"])
     assert classifier == PoolingDefaults("score", generates=False)
+
+
+def test_attention_in_both_directions_is_refused(tmp_path):
+    """As in gte-Qwen2, whose architecture has the name of a causal model."""
+    random_model(config_of("qwen2")).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "is_causal": False}))
+    with pytest.raises(SourceError, match="both directions"):
+        HuggingFaceFolder(tmp_path, "model")
+
+
+def test_a_checkpoint_keeps_the_score_layer_and_what_was_declared(tmp_path):
+    torch.manual_seed(7)
+    config = config_of("qwen2", num_labels=1, pad_token_id=0)
+    model = transformers.Qwen2ForSequenceClassification(config)
+    model.save_pretrained(tmp_path / "hf")
+    write_checkpoint(
+        open_source(str(tmp_path / "hf")),
+        tmp_path / "checkpoint",
+        dtype="float32",
+        mapping=RankMapping(tp_size=2),
+    )
+    folder = read_engine_folder(
+        build_engine(tmp_path / "checkpoint", tmp_path / "engine", dtype="float32")
+    )
+    assert folder.spec.labels == 1
+    assert folder.pooling == PoolingDefaults("score", generates=False)
+    assert torch.equal(folder.tensors()["score.weight"], model.score.weight)
