@@ -174,6 +174,19 @@ def test_a_schema_that_cannot_be_enforced_exactly_is_an_error():
         CallRules(call_formats.HERMES, [counted], True, True).guide(NO_FRAME, None)
 
 
+def test_arguments_that_a_schema_does_not_list_are_not_generated():
+    inner = {"type": "object", "properties": {"properties": {"const": 1}}}
+    for openness, allowed in (({}, False), ({"additionalProperties": True}, True)):
+        schema = {"properties": {"a": {**inner, **openness}}, "required": ["a"]}
+        rules = CallRules(call_formats.HERMES, [{"name": "f", "parameters": schema}], True, False)
+        guided = GuidedText(rules.guide(NO_FRAME, None))
+        start = '<tool_call>\n{"name": "f", "arguments": {"a": {'
+        assert guided.allows_each_letter(start + '"properties": 1')
+        for name in ("x", "additionalProperties"):
+            assert guided.allows_each_letter(f'{start}"{name}"') == allowed
+        assert not guided.allows(start + '"properties": 1}, ')
+
+
 def test_mistral_ids_have_nine_letters_and_digits():
     parts = CallReader(call_formats.MISTRAL).push(ANSWERS["mistral"], last=True)
     ids = [part.id for part in parts if isinstance(part, CallStart)]

@@ -26,6 +26,20 @@ _LAYOUT = {
 }
 _NO_ARGUMENTS = {"properties": {}, "additionalProperties": False}
 _DEFINITIONS = ("$defs", "definitions")
+_SCHEMAS_BY_NAME = ("properties", *_DEFINITIONS)
+_SCHEMA_LISTS = ("anyOf", "oneOf", "prefixItems")
+# keywords of schemas that say themselves which properties an object has
+_OPEN = frozenset(
+    {
+        "additionalProperties",
+        "unevaluatedProperties",
+        "patternProperties",
+        "anyOf",
+        "oneOf",
+        "$ref",
+        "if",
+    }
+)
 
 Function = Mapping[str, Any]
 
@@ -85,7 +99,7 @@ class CallRules:
         """
         rules = []
         for number, function in enumerate(self.functions):
-            schema = function.get("parameters") or _NO_ARGUMENTS
+            schema = closed(function.get("parameters") or _NO_ARGUMENTS)
             definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
             arguments = {key: value for key, value in schema.items() if key not in definitions}
             key = self.format.middle.split('"')[-2]
@@ -139,7 +153,27 @@ class CallRules:
         check_counts(schema)
         if self.format.xml:
             return _xml_arguments(rule, schema)
-        return [f"{rule}: {_json({**schema, 'type': 'object'})}"]
+        return [f"{rule}: {_json(closed({**schema, 'type': 'object'}))}"]
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects have the listed properties only, unless it says otherwise.
+
+    A model that may add properties invents arguments, which functions do not take.
+    """
+    if not isinstance(schema, Mapping) or "allOf" in schema:
+        return schema
+    made = dict(schema)
+    for key, value in schema.items():
+        if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            made[key] = {name: closed(part) for name, part in value.items()}
+        elif key in _SCHEMA_LISTS and isinstance(value, list):
+            made[key] = [closed(part) for part in value]
+        elif key == "items":
+            made[key] = closed(value)
+    if isinstance(schema.get("properties"), Mapping) and not _OPEN & schema.keys():
+        made["additionalProperties"] = False
+    return made
 
 
 def _not_start(frame: Frame) -> str:
@@ -168,5 +202,5 @@ def _xml_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
             rules.append(f"{parameter}: {start} {parameter}_text")
             rules.append(rf"{parameter}_text[lazy]: /(.|\n)*{regex_literal(xml_calls.CLOSE)}\n/")
         else:
-            rules.append(f"{parameter}: {start} {_json({**definitions, **value})} {end}")
+            rules.append(f"{parameter}: {start} {_json(closed({**definitions, **value}))} {end}")
     return [f"{rule}: {' '.join(names)}", *rules]
