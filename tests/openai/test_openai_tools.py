@@ -212,8 +212,10 @@ def test_every_format_is_served_whole_and_streamed(serving, monkeypatch, name):
     called_by(serving, monkeypatch, FORMATS[name][1])
     answer = ANSWERS[name]
     pieces = [answer[start : start + 3] for start in range(0, len(answer), 3)]
-    replace_answers(serving, monkeypatch, pieces)
+    requests = replace_answers(serving, monkeypatch, pieces)
     whole = chat(serving).choices[0]
+    prompt = serving.generator.tokenizer.decode(requests[0].prompt)
+    assert "weather" in prompt.partition("What is the weather?")[0]
     calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
     assert calls == [part for part in PARTS[name] if isinstance(part, tuple)]
     assert whole.message.content == ("Let me see." if name != "llama" else None)

@@ -61,7 +61,8 @@ MISTRAL_NAMES = (
 )
 MISTRAL_WITH_IDS = MISTRAL_NAMES.replace("'[ARGS]'", "'[CALL_ID]' + call.id + '[ARGS]'")
 HARMONY = (
-    "{% if tools %}namespace functions { {% for tool in tools %}{{ tool.function.name }} {% endfor %} }{% endif %}"
+    "{% if tools %}namespace functions { {% for tool in tools %}{{ '// ' + tool.function.description }}"
+    "{{ tool.function.name }} {% endfor %} }{% endif %}"
     "<|start|>system<|message|>Reasoning: {{ reasoning_effort }}<|end|>"
     "{% for message in messages %}{% if message.tool_calls %}{% if message.thinking %}"
     "<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}"

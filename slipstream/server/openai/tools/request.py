@@ -63,8 +63,14 @@ def read_tools(fields: ChatFields, tokenizer: Tokenizer) -> ToolUse:
     many = choice.many and call_format.many and fields.parallel_tool_calls is not False
     rules = CallRules(call_format, choice.functions, choice.required, many)
     if shows_tools:
-        return ToolUse(tool_template, call_format, rules, given, "")
+        shown = [_described(tool) for tool in given] if call_format.channels else given
+        return ToolUse(tool_template, call_format, rules, shown, "")
     return ToolUse(template, call_format, rules, None, describe_tools(given, call_format))
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with a description, which the template of gpt-oss needs."""
+    return {**tool, "function": {"description": "", **tool["function"]}}
 
 
 @dataclass(frozen=True)
