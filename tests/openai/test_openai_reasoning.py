@@ -114,6 +114,16 @@ def test_channels_are_reasoning_text_and_calls(text, parts):
     check_read(HarmonyReader, text, parts)
 
 
+def test_text_that_continues_a_message_is_streamed():
+    reader = HarmonyReader()
+    assert [list(reader.push(piece)) for piece in ("t", "ea", "<|", "end|>")] == [
+        [],
+        ["tea"],
+        [],
+        [],
+    ]
+
+
 def test_reasoning_is_found_in_the_chat_template():
     assert find_reasoning(OPENS.replace("</think>", "")) is None
     assert find_reasoning(OPENS) is THINK

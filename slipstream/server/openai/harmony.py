@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from slipstream.server.openai.grammar import ANY_TEXT, Frame, regex_literal, special_ids, spell
 from slipstream.server.openai.part_stream import Steps, StreamReader, partial_mark
@@ -21,6 +22,7 @@ from slipstream.server.openai.tools.call_reader import new_call_id
 from slipstream.server.text.tokenizer import Tokenizer
 
 _MESSAGE = "<|message|>"
+_HEADER_STARTS = ("<|", "to=")  # an answer follows "<|start|>assistant"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _END = re.compile("|".join([re.escape(mark) for mark in _ENDS]))
 _FUNCTION = re.compile(r"to=functions\.([\w.-]+)")
@@ -28,6 +30,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _MARKS = (*HARMONY.marks, *_ENDS)
 
 
+@lru_cache
 def uses_channels(template: str) -> bool:
     return "<|channel|>" in template and _MESSAGE in template
 
@@ -82,10 +85,9 @@ class HarmonyReader(StreamReader):
         self._sent: set[type] = set()  # kinds of parts so far
 
     def _read(self) -> Steps[None]:
-        while True:
-            header = yield from self._read_header()
-            if header is None:
-                return
+        if not (yield from self._starts_with_header()):
+            yield from self._read_body(str)
+        while (header := (yield from self._read_header())) is not None:
             called = _FUNCTION.search(header)
             if called is not None:
                 self.calls += 1
@@ -96,12 +98,20 @@ class HarmonyReader(StreamReader):
             is_text = "to=" not in header and (channel is None or channel[1] != "analysis")
             yield from self._read_body(str if is_text else Reasoning)
 
+    def _starts_with_header(self) -> Steps[bool]:
+        """Return whether the answer starts with a message, or goes on with one of the prompt's."""
+        while True:
+            start = self._held.lstrip()
+            if any(start.startswith(mark) for mark in _HEADER_STARTS):
+                return True
+            may_start = any(mark.startswith(start) for mark in _HEADER_STARTS)
+            if not may_start or not (yield from self._more()):
+                return may_start
+
     def _read_header(self) -> Steps[str | None]:
         """Return the text before the next message, or None if there is none."""
         while _MESSAGE not in self._held:
             if not (yield from self._more()):
-                if self._held and "<|" not in self._held and not self._sent:
-                    yield self._held  # an answer without messages
                 return None
         header, _, self._held = self._held.partition(_MESSAGE)
         return header

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 
 from slipstream.server.openai.grammar import ANY_TEXT, Frame, regex_literal, special_ids, spell
 from slipstream.server.openai.part_stream import Steps, StreamReader, partial_mark
@@ -33,6 +34,7 @@ REASONING_FORMATS = (
 )
 
 
+@lru_cache
 def find_reasoning(template: str) -> ReasoningFormat | None:
     """Return the format of reasoning that a chat template shows, or None if it shows none."""
     for reasoning in REASONING_FORMATS:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ CALL_FORMATS = (
 )
 
 
+@lru_cache
 def find_format(template: str) -> CallFormat | None:
     """Return the format of calls that a chat template shows, or None if it shows none of them."""
     plain = template.replace('\\"', '"')

@@ -57,6 +57,8 @@ def adapt_history(
     messages: Sequence[Message], template: str, call_format: CallFormat
 ) -> list[Message]:
     """Return the messages with earlier calls and their results in the form of the template."""
+    if not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+        return list(messages)
     if "tool_calls" not in template:
         return _calls_as_text(messages, call_format)
     if _TEXT_ARGUMENTS.search(template):
