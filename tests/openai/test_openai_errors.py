@@ -60,6 +60,7 @@ BOTH = [
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"allowed_token_ids": [98]}, "allowed_token_ids"),
     ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [5], "guided_regex": "a"}, "allowed_token_ids"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ({"structured_outputs": {"other": 1}}, "structured_outputs"),

@@ -250,6 +250,23 @@ def test_echo_and_prompt_logprobs_each_have_their_own_number_of_tokens(serving):
     assert max(len(top) for top in wider["logprobs"]["top_logprobs"][1:]) >= 4
 
 
+def test_prompts_of_guided_answers_are_scored(serving):
+    ids, all_scores = expected_scores(serving, PROMPT)
+    expected = all_scores[range(len(ids) - 1), ids[1:]].tolist()
+    guide: Any = {"structured_outputs": {"regex": "yes, of course"}, "max_tokens": 30}
+    scored = ask(serving, prompt=PROMPT, prompt_logprobs=0, n=2, **guide)
+    for choice in scored["choices"]:
+        assert choice["text"] == "yes, of course"
+        found = [next(iter(entry.values()))["logprob"] for entry in choice["prompt_logprobs"][1:]]
+        assert found == pytest.approx(expected, abs=1e-4)
+    echoed = ask(serving, prompt=PROMPT, echo=True, logprobs=0, **guide)["choices"][0]
+    assert echoed["text"] == PROMPT + "yes, of course"
+    assert echoed["logprobs"]["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+    assert "".join(echoed["logprobs"]["tokens"][len(ids) :]) == "yes, of course"
+    chunks = ask_stream(serving, prompt=PROMPT, echo=True, logprobs=0, **guide)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == echoed["text"]
+
+
 def test_a_truncated_prompt_is_echoed_as_it_was_scored(serving):
     choice = ask(
         serving, prompt=PROMPT, echo=True, logprobs=0, max_tokens=0, truncate_prompt_tokens=4

@@ -137,6 +137,9 @@ def build_text_request(
     adapter: AdapterUse | None,
 ) -> TextRequest:
     """Return the request for the answers to one prompt, whose tokens are given."""
+    if sampling.allowed_tokens and sampling.guide is not None:
+        # The engine appends text that a grammar forces without looking at the tokens.
+        raise field_error("allowed_token_ids", "cannot be combined with a grammar or with tools")
     return TextRequest(
         tokens,
         sampling,
