@@ -268,6 +268,32 @@ def test_tools_and_their_results_go_on(calling, client, monkeypatch):
     assert message.content[0].text == chat.choices[0].message.content
 
 
+def test_the_sdks_tool_runner_sends_the_whole_conversation(calling, client, monkeypatch):
+    """It first tries to let the server keep the conversation, which the server rejects."""
+    asked = []
+
+    @anthropic.beta_tool
+    def weather(city: str, days: int) -> str:
+        """Return the weather.
+
+        Args:
+            city: Name of the city.
+            days: Number of days.
+        """
+        asked.append((city, days))
+        return "Sunny"
+
+    requests = replace_answers(calling, monkeypatch, [CALL])
+    runner = client.beta.messages.tool_runner(
+        model="chat", max_tokens=60, messages=QUESTION, tools=[weather], max_iterations=2
+    )
+    assert [message.stop_reason for message in runner] == ["tool_use"] * 2
+    assert asked == [("Rome", 2), ("Rome", 2)]
+    prompt = calling.generator.tokenizer.decode(requests[1].prompt)
+    assert "Hello there" in prompt
+    assert prompt.endswith("[tool] Sunny\n[assistant] ")
+
+
 def test_the_tool_choice_is_obeyed(calling, client):
     once = {"disable_parallel_tool_use": True}
     for choice in ({"type": "any", **once}, {"type": "tool", "name": "weather"}):
@@ -448,6 +474,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"thread": {"type": "create"}}, "thread is not supported"),
+        ({"context_management": {"edits": [{"type": "clear"}]}}, "context_management"),
     ],
 )
 def test_wrong_fields_are_named(calling, client, fields, text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 import msgspec
 
@@ -19,6 +20,9 @@ _TYPES = {
 }
 
 
+NO_THREADS = "thread_unsupported_request"  # code of the error about conversations on the server
+
+
 def new_request_id() -> str:
     return f"req_{secrets.token_hex(12)}"
 
@@ -26,5 +30,7 @@ def new_request_id() -> str:
 def error_body(problem: ApiError, request_id: str) -> bytes:
     """Return the body of an error response, which is also the data of an error event."""
     kind = _TYPES.get(problem.status, "invalid_request_error")
-    error = {"type": kind, "message": problem.message}
+    error: dict[str, Any] = {"type": kind, "message": problem.message}
+    if problem.code == NO_THREADS:
+        error["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
     return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})

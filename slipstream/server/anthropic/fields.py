@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from slipstream.server.anthropic.errors import NO_THREADS
 from slipstream.server.anthropic.messages import chat_messages
 from slipstream.server.openai.calls import Document
 from slipstream.server.openai.errors import ApiError, field_error
@@ -38,7 +39,11 @@ _NOTHING: Sequence[Any] = ()
 _UNSUPPORTED: Mapping[str, tuple[str, Sequence[Any]]] = {
     "container": ("it runs no code", _NOTHING),
     "mcp_servers": ("it connects to no MCP server", ([],)),
-    "context_management": ("it removes nothing; send fewer messages", _NOTHING),
+    "context_management": (
+        "it removes nothing; send fewer messages",
+        ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    ),
+    "compaction": ("it summarizes nothing; send fewer messages", _NOTHING),
     "speed": ("there is one speed", ("standard",)),
     "max_completion_tokens": ("use max_tokens", _NOTHING),
     "stop": ("use stop_sequences", _NOTHING),
@@ -99,8 +104,7 @@ _KNOWN = frozenset((*MessagesFields.__struct_fields__, *SHARED_CHAT_FIELDS, *_UN
 
 def read_messages_fields(body: bytes) -> tuple[MessagesFields, ChatFields, list[str]]:
     """Return the checked fields, the request as one of chat, and the names of unknown fields."""
-    given = decode_object(body)
-    reject_unsupported(given, _UNSUPPORTED)
+    given = _read_body(body)
     fields = convert_fields(given, MessagesFields)
     _check_sampling(fields)
     chat = _chat_document(fields, given)
@@ -114,9 +118,21 @@ def read_messages_fields(body: bytes) -> tuple[MessagesFields, ChatFields, list[
 
 def read_count_fields(body: bytes) -> ChatFields:
     """Return a body of /v1/messages/count_tokens as a chat request."""
-    given = decode_object(body)
-    reject_unsupported(given, _UNSUPPORTED)
+    given = _read_body(body)
     return convert_fields(_chat_document(convert_fields(given, CountFields), given), ChatFields)
+
+
+def _read_body(body: bytes) -> Document:
+    given = decode_object(body)
+    if "thread" in given:
+        # Anthropic's SDK sends the whole conversation after this error.
+        raise ApiError(
+            "thread is not supported by this server: it keeps no conversations. Send all messages",
+            "thread",
+            code=NO_THREADS,
+        )
+    reject_unsupported(given, _UNSUPPORTED)
+    return given
 
 
 def _check_sampling(fields: MessagesFields) -> None:

@@ -26,7 +26,7 @@ from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.openai.calls import Call
 from slipstream.server.openai.chat import PreparedChat, prepare_chat
 from slipstream.server.openai.describe import body_schema
-from slipstream.server.openai.errors import ApiError, as_api_error, rename_field
+from slipstream.server.openai.errors import ApiError, as_api_error, rename_field, rename_in_error
 from slipstream.server.openai.fields import ChatFields
 from slipstream.server.openai.models import find_model, text_models
 from slipstream.server.openai.streaming import CallService, read_request_body
@@ -96,7 +96,7 @@ async def messages_call(body: bytes, registry: ModelRegistry) -> Call:
         writer,
         fields.stream,
         unknown,
-        rename_field(ApiError("", prepared.guided_by), FIELD_NAMES).param or "",
+        rename_field(prepared.guided_by, FIELD_NAMES),
         count_reasoning=prepared.count_reasoning,
     )
 
@@ -106,7 +106,7 @@ async def _prepare(fields: ChatFields, size: int, registry: ModelRegistry) -> Pr
     try:
         return await prepare_chat(fields, size, model)
     except ApiError as error:
-        raise rename_field(error, FIELD_NAMES) from error
+        raise rename_in_error(error, FIELD_NAMES) from error
 
 
 def anthropic_paths(registry: ModelRegistry) -> dict[str, Any]:

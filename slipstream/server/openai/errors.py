@@ -54,24 +54,27 @@ def field_error(name: str, problem: str) -> ApiError:
     return ApiError(f"{name} {problem}", name)
 
 
-def rename_field(error: ApiError, names: Sequence[tuple[str, str]]) -> ApiError:
-    """Return an error with the name that its field has in another format of the request.
+def rename_field(name: str, names: Sequence[tuple[str, str]]) -> str:
+    """Return the name of a field in another format of the request.
 
     `names`: regular expressions of the start of a name, and their replacements.
     """
-    before = error.param or ""
     for pattern, replacement in names:
-        after = re.sub(rf"^{pattern}", replacement, before)
-        if after != before:
-            message = after + error.message.removeprefix(before)
-            return ApiError(
-                message if error.message.startswith(before) else error.message,
-                after,
-                error.status,
-                error.code,
-                error.headers,
-            )
-    return error
+        renamed = re.sub(rf"^{pattern}", replacement, name)
+        if renamed != name:
+            return renamed
+    return name
+
+
+def rename_in_error(error: ApiError, names: Sequence[tuple[str, str]]) -> ApiError:
+    """Return an error with the name that its field has in another format of the request."""
+    if error.param is None:
+        return error
+    name = rename_field(error.param, names)
+    message = error.message
+    if message.startswith(error.param):
+        message = name + message.removeprefix(error.param)
+    return ApiError(message, name, error.status, error.code, error.headers)
 
 
 def as_api_error(error: Exception, where: str, guided_by: str = "") -> ApiError:

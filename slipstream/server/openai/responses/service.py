@@ -14,7 +14,7 @@ from slipstream.server.kserve.access import TENANT
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.openai.calls import Call, Document
 from slipstream.server.openai.chat import PreparedChat, prepare_chat
-from slipstream.server.openai.errors import ApiError, field_error, rename_field
+from slipstream.server.openai.errors import ApiError, field_error, rename_field, rename_in_error
 from slipstream.server.openai.fields import ignored_header
 from slipstream.server.openai.generation import CallAnswers, infer_request
 from slipstream.server.openai.models import OpenAIModel, find_model
@@ -128,7 +128,7 @@ class ResponseService:
         prepared = await _prepare(request, await find_model(registry, fields.model))
         save = partial(self._save, tenant, request)
         writer = ResponseWriter(prepared, echo_fields(fields), fields.wants_summary, save)
-        guided_by = rename_field(ApiError("", prepared.guided_by), FIELD_NAMES).param or ""
+        guided_by = rename_field(prepared.guided_by, FIELD_NAMES)
         call = Call(
             prepared.model,
             [prepared.text],
@@ -228,7 +228,7 @@ async def _prepare_without(
     try:
         return await prepare_chat(fields, request.size, model)
     except ApiError as error:
-        raise rename_field(error, FIELD_NAMES) from error
+        raise rename_in_error(error, FIELD_NAMES) from error
 
 
 def _list_items(stored: StoredResponse, query: dict[str, str]) -> bytes:
