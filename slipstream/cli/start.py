@@ -18,14 +18,18 @@ from slipstream.engine.sampling_params import EMBEDDING_KINDS
 from slipstream.server.engine_link.child import child_environment
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.output import configure_log
+from slipstream.server.openai.tools.call_formats import CALL_FORMATS
 from slipstream.weights.home import expand_home
 
 if TYPE_CHECKING:
     from slipstream.cli.compat.tritonserver_settings import Tracing
     from slipstream.server.options import Port, ServerOptions
+    from slipstream.server.text.chat import ChatOptions
 
 DEFAULT_MODEL = "smollm2-135m"
 _AUTO = "auto"
+TOOL_CALL_PARSERS = tuple(dict.fromkeys(call_format.name for call_format in CALL_FORMATS))
+REASONING_PARSERS = ("deepseek_r1", "qwen3", "mistral", "none")
 _PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 _OPENAI_PORT = 9000  # of Triton's OpenAI frontend
 
@@ -110,11 +114,23 @@ def _add_ports(parser: Parser) -> None:
 
 
 def _add_chat(parser: Parser) -> None:
-    parser.group("chat").add_argument(
+    group = parser.group("chat")
+    group.add_argument(
         "--openai-chat-template-tokenizer",
         metavar="FOLDER",
         help="Folder or hub id of the tokenizer whose chat template all models use (default: each "
         "model's own).",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        help="Format of tool calls, by vLLM's names (default: as the chat template shows).",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        help="Format of reasoning, by vLLM's names; none: reasoning is part of the text (default: "
+        "as the chat template shows).",
     )
 
 
@@ -217,7 +233,7 @@ def _server_options(given: Namespace) -> ServerOptions:
         access=access,
         allow_python_models=given.allow_python_models,
         engine_settings={name: value for name, value in overrides.items() if value != _AUTO},
-        chat_template_folder=_chat_template_folder(given.openai_chat_template_tokenizer),
+        chat=_chat_options(given),
         trace_settings=tracing.settings,
         trace_export=tracing.export,
         supervision=Supervision(
@@ -236,6 +252,16 @@ def _port(given: Namespace, name: str) -> Port:
     if given.frontend == "kserve":
         return Port(_PORTS[name], given.address)
     return Port(_OPENAI_PORT, given.address, open=name == "http")
+
+
+def _chat_options(given: Namespace) -> ChatOptions:
+    from slipstream.server.text.chat import ChatOptions
+
+    return ChatOptions(
+        _chat_template_folder(given.openai_chat_template_tokenizer),
+        given.tool_call_parser or "",
+        given.reasoning_parser or "",
+    )
 
 
 def _chat_template_folder(tokenizer: str | None) -> Path | None:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from slipstream.repository.models import EngineModel, Repository, RepositoryModel
@@ -23,6 +22,7 @@ from slipstream.server.kserve.inference import ModelRegistry, ServedModel
 from slipstream.server.models.build import engine_names, served_model
 from slipstream.server.models.factories import ModelFactory, find_factory
 from slipstream.server.models.generating import ServedEngine
+from slipstream.server.text.chat import ChatOptions
 from slipstream.server.text.folder import read_tokenizer_folder
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
@@ -74,12 +74,12 @@ class ModelBuilder:
         registry: ModelRegistry,
         engines: EnginePool,
         factories: Sequence[ModelFactory],
-        chat_template_folder: Path | None,
+        chat: ChatOptions,
     ) -> None:
         self._registry = registry
         self._engines = engines
         self._factories = factories
-        self._chat_template_folder = chat_template_folder
+        self._chat = chat
 
     async def build(
         self,
@@ -136,13 +136,12 @@ class ModelBuilder:
     async def _load_tokenizer(self, model: EngineModel, client: EngineClient) -> ServedEngine:
         """Return an engine with its tokenizer, which is read in a thread: its file may be large."""
         tokenizer = await asyncio.to_thread(Tokenizer.load, model.tokenizer_folder)
-        if self._chat_template_folder is not None:
+        if self._chat.template_folder is not None:
             tokenizer.chat_templates = read_tokenizer_folder(
-                self._chat_template_folder
+                self._chat.template_folder
             ).chat_templates
-        return ServedEngine(
-            model, TextGenerator(tokenizer, client), AdapterRegistry(model.adapter_folder)
-        )
+        generator = TextGenerator(tokenizer, client)
+        return ServedEngine(model, generator, AdapterRegistry(model.adapter_folder), self._chat)
 
 
 class LoadedModels:

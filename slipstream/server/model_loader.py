@@ -28,6 +28,7 @@ from slipstream.server.loaded_models import (
 from slipstream.server.models.factories import ModelFactory, find_factory
 from slipstream.server.options import ControlMode
 from slipstream.server.sent_models import refuse_files, remove_folder, write_folder
+from slipstream.server.text.chat import DEFAULT_CHAT, ChatOptions
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
@@ -45,19 +46,16 @@ class ModelLoader:
         mode: ControlMode = "none",
         patience_seconds: float = 30.0,
         on_unload: Callable[[str], None] = lambda name: None,
-        chat_template_folder: Path | None = None,
+        chat: ChatOptions = DEFAULT_CHAT,
     ) -> None:
-        """`on_unload` is called with the name of each model that is unloaded.
-
-        `chat_template_folder`: the tokenizer whose chat templates every model uses.
-        """
+        """`on_unload` is called with the name of each model that is unloaded."""
         self._paths = tuple(paths)
         self._factories = factories
         self._mode = mode
         self._loaded = LoadedModels(
             registry,
             engines,
-            ModelBuilder(registry, engines, factories, chat_template_folder),
+            ModelBuilder(registry, engines, factories, chat),
             patience_seconds,
             on_unload,
             self._remove_files,

@@ -12,6 +12,7 @@ from slipstream.server.engine_link.child import ENGINE_COMMAND
 from slipstream.server.engine_link.client import Supervision
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.context import DEFAULT_HTTP_MAX_INPUT_BYTES
+from slipstream.server.text.chat import ChatOptions
 from slipstream.server.tracing.export_settings import ExportSettings
 
 ControlMode = Literal["none", "poll", "explicit"]
@@ -56,7 +57,7 @@ class ServerOptions:
     metrics_settings: Mapping[str, Any] = field(default_factory=dict)  # fields of MetricsConfig
     # engine settings that override those of the repository
     engine_settings: Mapping[str, Any] = field(default_factory=dict)
-    chat_template_folder: Path | None = None  # tokenizer whose chat templates every model uses
+    chat: ChatOptions = field(default_factory=ChatOptions)
     supervision: Supervision = field(default_factory=Supervision)
     engine_command: Sequence[str] = ENGINE_COMMAND
     announce: bool = True  # whether to print the addresses and a command to try

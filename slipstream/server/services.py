@@ -87,7 +87,7 @@ class Services:
             options.control_mode,
             options.exit_timeout_seconds,
             lambda name: self._forget(name, trace),
-            options.chat_template_folder,
+            options.chat,
         )
         if options.strict_readiness:
             state.models_ready = lambda: self.loader.models_ready

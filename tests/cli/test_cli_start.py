@@ -6,7 +6,10 @@ import pytest
 from command_line import run_cli
 
 from slipstream.cli import start as start_module
+from slipstream.cli.start import REASONING_PARSERS
 from slipstream.server import lifecycle
+from slipstream.server.openai.reasoning import REASONING_FORMATS
+from slipstream.server.text.chat import ChatOptions
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def test_the_openai_frontend_listens_for_http_only(home, served, given, expected
     ports = [(port.number, port.open) for port in (options.http, options.grpc, options.metrics)]
     assert ports == expected
     assert options.http_metrics
-    assert options.chat_template_folder is None
+    assert options.chat == ChatOptions()
 
 
 def test_a_chat_template_comes_from_a_tokenizer_that_has_one(home, served, tmp_path):
@@ -80,13 +83,22 @@ def test_a_chat_template_comes_from_a_tokenizer_that_has_one(home, served, tmp_p
     words = ["start", "--repo", "/x", "--openai-chat-template-tokenizer", tmp_path]
     config.write_text('{"chat_template": "{{ messages }}"}')
     assert run_cli(words).exit_code == 0
-    assert served[0].chat_template_folder == tmp_path
+    assert served[0].chat == ChatOptions(tmp_path)
     config.write_text("{}")
     result = run_cli(words)
     assert (result.exit_code, len(served)) == (1, 1)
     assert result.output == (
         f"error: --openai-chat-template-tokenizer {tmp_path}: the tokenizer has no chat template\n"
     )
+
+
+def test_parsers_of_calls_and_reasoning_can_be_chosen(home, served):
+    words = ["start", "--repo", "/x", "--tool-call-parser", "hermes", "--reasoning-parser", "none"]
+    assert run_cli(words).exit_code == 0
+    assert served[0].chat == ChatOptions(None, "hermes", "none")
+    names = [name for reasoning in REASONING_FORMATS for name in reasoning.names]
+    assert (*names, "none") == REASONING_PARSERS
+    assert "invalid choice" in run_cli([*words[:3], "--tool-call-parser", "none"]).output
 
 
 def test_an_image_is_accepted_as_in_triton_cli(home, served):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from call_templates import ANSWERS, HARMONY, HERMES, MISTRAL, PARTS, PLAIN
+from call_templates import ANSWERS, HARMONY, HERMES, MISTRAL, MISTRAL_NAMES, PARTS, PLAIN
 from called_functions import (
     MESSAGES,
     TOOLS,
@@ -18,6 +20,7 @@ from tiny_hf_folder import save_tokenizer
 from tokenizers import Tokenizer as TokenizerFile
 
 from slipstream.engine.constraints.guided import Guides
+from slipstream.server.models.text_model import find_text_models
 from slipstream.server.openai.answer_format import find_answer_format
 from slipstream.server.openai.fields import ChatFields
 from slipstream.server.openai.harmony import AnalysisCounter, HarmonyReader, shown_ids
@@ -32,6 +35,7 @@ from slipstream.server.openai.reasoning import (
 from slipstream.server.openai.tools import call_formats
 from slipstream.server.openai.tools.call_reader import CallReader
 from slipstream.server.openai.tools.request import read_tools
+from slipstream.server.text.chat import ChatOptions
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.server.text.vocabulary import tokenizer_vocabulary
@@ -128,6 +132,22 @@ def test_reasoning_is_found_in_the_chat_template():
     assert find_reasoning(OPENS.replace("</think>", "")) is None
     assert find_reasoning(OPENS) is THINK
     assert find_reasoning("{{ '[THINK]' }}…{{ '[/THINK]' }}") is MAGISTRAL
+
+
+def test_the_server_can_name_the_formats(serving, monkeypatch):
+    assert find_reasoning(PLAIN, "qwen3") is THINK
+    assert find_reasoning(OPENS, "none") is None
+    assert call_formats.find_format(HERMES, "mistral") is call_formats.MISTRAL
+    assert call_formats.find_format(MISTRAL_NAMES, "mistral") is call_formats.MISTRAL_NAMES
+    called_by(serving, monkeypatch, OPENS)
+    options = ChatOptions(tool_call_parser="llama3_json", reasoning_parser="none")
+    text = next(iter(find_text_models(serving.registry)))[1]
+    monkeypatch.setattr(text, "engine", replace(text.engine, chat=options))
+    replace_answers(serving, monkeypatch, ["<think>Hm.</think>"])
+    message = chat(serving, tools=[]).choices[0].message
+    assert message.content == "<think>Hm.</think>"
+    replace_answers(serving, monkeypatch, ['{"name": "now", "parameters": {}}'])
+    assert chat(serving).choices[0].message.tool_calls[0].function.name == "now"
 
 
 def test_reasoning_is_a_field_of_its_own_whole_and_streamed(serving, monkeypatch):

@@ -61,6 +61,7 @@ from slipstream.server.models.generation_outputs import (
     side_outputs,
     stack_sequences,
 )
+from slipstream.server.text.chat import DEFAULT_CHAT, ChatOptions
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.pipeline import PromptError, TextGenerator
 
@@ -84,6 +85,7 @@ class ServedEngine:
     model: EngineModel
     generator: TextGenerator
     adapters: AdapterRegistry
+    chat: ChatOptions = DEFAULT_CHAT
 
     async def choose_adapter(self, fields: RequestFields) -> AdapterUse | None:
         if any(field in fields for field in ADAPTER_FIELDS):

@@ -50,16 +50,23 @@ class AnswerFormat:
 
 
 def find_answer_format(
-    tools: ToolUse, tokenizer: Tokenizer, prompt: list[int], text_is_guided: bool
+    tools: ToolUse,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    text_is_guided: bool,
+    reasoning_parser: str = "",
 ) -> AnswerFormat:
-    """Return the format of the answers to a prompt, as the chat template shows it."""
+    """Return the format of the answers to a prompt, as the chat template shows it.
+
+    `reasoning_parser`: the name of the format of reasoning; empty: the one of the template.
+    """
     if uses_channels(tools.template):
         frame = channel_frame(tokenizer)
         return AnswerFormat(
             HarmonyReader, shown_ids(tokenizer), frame, tools.rules, AnalysisCounter(tokenizer)
         )
     answers = _without_reasoning(tools, tokenizer, text_is_guided)
-    reasoning = find_reasoning(tools.template)
+    reasoning = find_reasoning(tools.template, reasoning_parser)
     if reasoning is None:
         return answers
     start = reasoning_start(reasoning, tokenizer, prompt)

@@ -99,14 +99,15 @@ async def prepare_chat(fields: ChatFields, body_bytes: int, model: OpenAIModel) 
     if top_log_probs and not log_probs:
         raise field_error("top_logprobs", "needs logprobs to be true")
     guided_by, response_guide = read_guide(fields)
-    tools = read_tools(fields, model.tokenizer)
+    options = model.text.engine.chat
+    tools = read_tools(fields, model.tokenizer, options.tool_call_parser)
     sampling = sampling_params(
         fields, model.vocab_size, _max_tokens(fields), log_probs, top_log_probs
     )
     stop_words = read_stop_words(fields)
     tokens = await chat_tokens(fields, body_bytes, model, tools.shown, tools.adapt)
     answers = find_answer_format(
-        tools, model.tokenizer, tokens, text_is_guided=response_guide is not None
+        tools, model.tokenizer, tokens, response_guide is not None, options.reasoning_parser
     )
     if tools.rules is not None:
         guided_by = "tools"

@@ -20,6 +20,7 @@ OPENING_TOKENS = 16  # most tokens of the mark that opens the reasoning
 
 @dataclass(frozen=True)
 class ReasoningFormat:
+    names: Sequence[str]  # vLLM's names of the format
     open: str
     close: str
 
@@ -29,16 +30,20 @@ class ReasoningFormat:
 
 
 REASONING_FORMATS = (
-    ReasoningFormat("<think>", "</think>"),
-    ReasoningFormat("[THINK]", "[/THINK]"),
+    ReasoningFormat(("deepseek_r1", "qwen3"), "<think>", "</think>"),
+    ReasoningFormat(("mistral",), "[THINK]", "[/THINK]"),
 )
 
 
 @lru_cache
-def find_reasoning(template: str) -> ReasoningFormat | None:
-    """Return the format of reasoning that a chat template shows, or None if it shows none."""
+def find_reasoning(template: str, name: str = "") -> ReasoningFormat | None:
+    """Return the format of reasoning that a chat template shows, or None if it shows none.
+
+    With a name, return the format of this name, even if the template does not show it. An unknown
+    name means none.
+    """
     for reasoning in REASONING_FORMATS:
-        if reasoning.close in template:
+        if name in reasoning.names if name else reasoning.close in template:
             return reasoning
     return None
 

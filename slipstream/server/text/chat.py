@@ -6,6 +6,8 @@ import functools
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateSyntaxError
@@ -21,6 +23,18 @@ Tools = Sequence[Mapping[str, Any]] | None  # functions that the model may call
 _OWN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
 )
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Settings of the server about conversations, for all models."""
+
+    template_folder: Path | None = None  # tokenizer whose chat templates every model uses
+    tool_call_parser: str = ""  # name of the format of calls; empty: as the template shows
+    reasoning_parser: str = ""  # name of the format of reasoning; empty: as the template shows
+
+
+DEFAULT_CHAT = ChatOptions()
 
 
 class ChatError(ValueError):

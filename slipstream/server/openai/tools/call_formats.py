@@ -178,10 +178,14 @@ CALL_FORMATS = (
 
 
 @lru_cache
-def find_format(template: str) -> CallFormat | None:
-    """Return the format of calls that a chat template shows, or None if it shows none of them."""
+def find_format(template: str, name: str = "") -> CallFormat | None:
+    """Return the format of calls that a chat template shows, or None if it shows none of them.
+
+    With a name, return the format of this name, even if the template does not show it.
+    """
     plain = template.replace('\\"', '"')
-    for call_format in CALL_FORMATS:
+    formats = [one for one in CALL_FORMATS if not name or one.name == name]
+    for call_format in formats:
         if all(text in plain for text in call_format.shown):
             return call_format
-    return None
+    return formats[-1] if name else None

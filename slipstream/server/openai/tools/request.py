@@ -45,8 +45,11 @@ class ToolUse:
         return adapted
 
 
-def read_tools(fields: ChatFields, tokenizer: Tokenizer) -> ToolUse:
-    """Return the tools that the model may call, and how its chat template shows them."""
+def read_tools(fields: ChatFields, tokenizer: Tokenizer, parser: str = "") -> ToolUse:
+    """Return the tools that the model may call, and how its chat template shows them.
+
+    `parser`: the name of the format of calls; empty: the one that the template shows.
+    """
     given = fields.tools or []
     if len(given) > _MAX_TOOLS:
         raise field_error("tools", f"must hold at most {_MAX_TOOLS} functions, got {len(given)}")
@@ -55,9 +58,9 @@ def read_tools(fields: ChatFields, tokenizer: Tokenizer) -> ToolUse:
     templates = tokenizer.chat_templates
     template = templates.get("default", "")
     if choice is None:
-        return ToolUse(template, find_format(template) or HERMES, None, None, "")
+        return ToolUse(template, find_format(template, parser) or HERMES, None, None, "")
     tool_template = templates.get("tool_use", template)
-    found = find_format(tool_template)
+    found = find_format(tool_template, parser)
     shows_tools = found is not None and _SHOWS_TOOLS.search(tool_template) is not None
     call_format = found or HERMES
     many = choice.many and call_format.many and fields.parallel_tool_calls is not False
