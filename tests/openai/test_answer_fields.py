@@ -325,8 +325,9 @@ def test_a_broken_template_is_an_error_of_the_server(broken):
     assert caught.value.param is None
     assert "the chat template of this model is not valid at line 1" in caught.value.message
     body = json.dumps({"messages": json.dumps(MESSAGES), "max_tokens": 2}).encode()
-    answer = post(broken.port, "/v2/models/ensemble/generate", body)
-    assert answer.status == 500
-    assert b"the chat template of this model is not valid at line 1" in answer.body
+    for route in ("generate", "generate_stream"):
+        answer = post(broken.port, f"/v2/models/ensemble/{route}", body)
+        assert answer.status == 500
+        assert b"the chat template of this model is not valid at line 1" in answer.body
     wrong = json.dumps({"messages": [{"role": "user"}], "model": "chat"}).encode()
     assert post(broken.port, "/v1/chat/completions", wrong).status == 400
