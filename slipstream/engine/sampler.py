@@ -160,9 +160,15 @@ def _apply_masks(logits: Tensor, rows: list[int], state: Rows) -> None:
     chosen = [index for index, row in enumerate(rows) if row in state.masks]
     if not chosen:
         return
+    if logits.device.type == "cpu":  # numpy is several times faster than torch here
+        for index in chosen:
+            excluded = ~np.frombuffer(state.masks[rows[index]], dtype=np.uint8)
+            bits = np.unpackbits(excluded, count=logits.shape[-1], bitorder="little")
+            np.putmask(logits[index].numpy(), bits.view(bool), -np.inf)
+        return
     words = np.stack([np.frombuffer(state.masks[rows[index]], dtype=np.int32) for index in chosen])
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = (to_device(words, logits.device)[:, :, None] >> bits & 1).view(len(chosen), -1)[
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (to_device(words, logits.device)[:, :, None] >> shifts & 1).view(len(chosen), -1)[
         :, : logits.shape[-1]
     ]
     where = list_to_device(chosen, logits.device)

@@ -33,8 +33,9 @@ _CACHED_GRAMMARS = 64
 _WINDOW_TOKENS = 8
 # last tokens of an output that may be tokenised otherwise with what follows
 _HELD_TOKENS = 2
-# Whitespace is bounded: otherwise a model might produce spaces without end.
-_WHITESPACE = r"[ \n\t]{0,16}"
+# White space in JSON: a space, or a new line with its indentation. A model that would rather end
+# its answer might otherwise fill it with blank lines.
+_WHITESPACE = r"( |\n[ \t]{0,16})?"
 
 Mask = npt.NDArray[np.uint32]  # one bit for each token
 
@@ -68,10 +69,11 @@ class Guides:
         )
         self._compiled: OrderedDict[Guide, list[Any]] = OrderedDict()
         self._begins_with_space = _space_mask(vocabulary) if vocabulary.strips_space else None
+        self._spaces = _SpaceJoins(vocabulary)
 
     def open(self, guide: Guide, end_ids: Sequence[int]) -> Guided:
         matchers = [matcher.deep_copy() for matcher in self._compile(guide)]
-        guided = Guided(matchers, self.vocabulary, end_ids, self._begins_with_space)
+        guided = Guided(matchers, self.vocabulary, end_ids, self._spaces, self._begins_with_space)
         # The first mask may take long, or show that the grammar is too large. So it is computed
         # here and not in the step loop.
         guided.mask([])
@@ -112,6 +114,7 @@ class Guided:
         matchers: Sequence[Any],
         vocabulary: Vocabulary,
         end_ids: Sequence[int],
+        spaces: _SpaceJoins,
         begins_with_space: Mask | None = None,
     ) -> None:
         """matchers: of the grammar, and of the grammar after a space if that is removed"""
@@ -120,6 +123,7 @@ class Guided:
         self._matcher = matchers[0]
         self._vocabulary = vocabulary
         self._ends = [token for token in set(end_ids) if token < len(vocabulary.texts)]
+        self._spaces = spaces
         self._begins_with_space = begins_with_space  # None: no space is removed
         self._seen: list[int] = []  # the output tokens that the matcher has consumed
         self._allowed: Mask | None = None  # allowed tokens after `_seen`; None: not computed
@@ -209,6 +213,7 @@ class Guided:
         if self._allowed is None:
             if self._begins_with_space is None or self._seen:
                 self._allowed = self._compute_mask(self._matcher)
+                self._exclude_joined_space(self._allowed)
             else:
                 plain, after_space = map(self._compute_mask, self._matchers)
                 spaces = self._begins_with_space
@@ -219,6 +224,14 @@ class Guided:
                 self.error = f"{FIELD}cannot be followed further: no token can come next"
         return self._allowed
 
+    def _exclude_joined_space(self, mask: Mask) -> None:
+        """Exclude white space that the tokenizer would have joined with the last token, unless only
+        that may follow. A model that may not end its answer often adds white space piece by piece.
+        """
+        joined = self._spaces.after(self._seen[-1]) if self._seen else None
+        if joined is not None and (mask & ~joined).any():
+            mask &= ~joined
+
     def _compute_mask(self, matcher: Any) -> Mask:
         mask = np.zeros(self._vocabulary.mask_bytes // 4, dtype=np.uint32)
         if not matcher.is_stopped():
@@ -227,6 +240,33 @@ class Guided:
                 mask[:] = computed[: len(mask)]
                 _clear_from(mask, len(self._vocabulary.texts))  # the library's end token
         return mask
+
+
+class _SpaceJoins:
+    """The white space that a tokenizer joins with a token before it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._spaces = [token for token, text in enumerate(vocabulary.texts) if text.isspace()]
+        self._after: dict[int, Mask | None] = {}
+
+    def after(self, token: int) -> Mask | None:
+        """Return the tokens of white space that are never found after this one; None: no token."""
+        if token not in self._after:
+            self._after[token] = self._find(token)
+        return self._after[token]
+
+    def _find(self, token: int) -> Mask | None:
+        texts = self._vocabulary.texts
+        if not texts[token][-1:].isspace():
+            return None
+        mask = np.zeros(self._vocabulary.mask_bytes // 4, dtype=np.uint32)
+        for space in self._spaces:
+            joined = (texts[token] + texts[space]).decode(errors="replace")
+            own = self._vocabulary.encode(joined)
+            if own is not None and tuple(own) != (token, space):
+                mask[space >> 5] |= np.uint32(1 << (space & 31))
+        return mask if mask.any() else None
 
 
 def _windows(tokens: int) -> Iterator[int]:
