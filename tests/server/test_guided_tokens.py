@@ -18,6 +18,7 @@ from test_guided import build
 
 from slipstream.engine.constraints.guided import Guides
 from slipstream.engine.constraints.vocabulary import LongestMatch, Vocabulary
+from slipstream.engine.messages import EngineStats
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import Guide, SamplingParams
 from slipstream.engine.settings import EngineSettings
@@ -124,6 +125,58 @@ def guided_requests(chance: random.Random, count: int) -> list[SamplingOptions]:
     ]
 
 
+@pytest.fixture(scope="module")
+def byte_level_engine(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("byte_level"), text_samples.byte_level())
+
+
+WAYS = {
+    "in steps of 9 tokens": {"step_tokens": 9},
+    "preempted": {"policy": "max_utilization", "cache_tokens": 128, "block_tokens": 4},
+    "with a host cache": {"cache_tokens": 256, "block_tokens": 4, "host_cache_bytes": 1 << 22},
+}
+
+
+def test_answers_are_the_same_however_requests_are_run(byte_level_engine):
+    """Revised tokens are computed again, so all later tokens follow from them."""
+    chance = random.Random(3)
+    prompt = load("byte_level")[0].encode("The quick brown fox")
+    requests = []
+    for index in range(8):
+        guide = Guide("json_schema", json.dumps(random_schema(chance)))
+        sampling = SamplingParams(max_tokens=90, temperature=1.0, seed=index, guide=guide)
+        requests.append(GenerateRequest(index, [*prompt, 5 + index], sampling))
+
+    def answer(some: list[GenerateRequest], **more) -> tuple[dict[int, list[int]], EngineStats]:
+        settings = EngineSettings(**{"dtype": "float32", "cache_tokens": 4096, **more})
+        loop = start_real_engine(str(byte_level_engine), settings)
+        return run_all(loop, some), loop.stats()
+
+    expected = {}
+    for request in requests:
+        expected |= answer([request])[0]
+    assert answer(requests)[0] == expected
+    for way, more in WAYS.items():
+        found, stats = answer(requests, max_rows=8, **more)
+        assert found == expected, way
+        assert (stats.preemptions > 0) == (way == "preempted")
+
+
+def test_samples_of_one_prompt_follow_the_guide(byte_level_engine):
+    schema = {"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 2, "maxItems": 3}
+    with LLM(byte_level_engine, "float32", threads=2, cache_tokens=4096) as llm:
+        best = llm.generate(
+            "Colours:", n=3, temperature=1.5, seed=2, guide_type="json_schema", guide=schema
+        )[0]
+        for completion in (best, *best.others):
+            assert 2 <= len(json.loads(completion.text)) <= 3
+            assert completion.tokens == llm.tokenizer.encode(completion.text, False)
+        (ended,) = llm.generate(
+            "Colours:", guide_type="choice", guide=["the lazy dog"], stop="zy d"
+        )
+        assert (ended.text, ended.finish_reason) == ("the la", "stop")
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "llama2_json", "sentencepiece_bpe"])
 def test_tokens_of_answers_are_canonical_and_streams_equal_them(kind, tmp_path):
     """A random model prefers tokens that split words in unusual ways."""
@@ -163,12 +216,12 @@ def test_a_model_may_begin_an_answer_with_the_space_that_is_removed(tmp_path):
             assert (completion.tokens[0] in spaced) == (bias > 0)
 
 
-def test_forced_text_takes_no_steps(tmp_path):
-    folder = build(tmp_path, text_samples.byte_level())
+def test_forced_text_takes_no_steps(byte_level_engine):
     tokenizer, _ = load("byte_level")
     prompt = tokenizer.encode("Say")
     text = "The quick brown fox jumps over the lazy dog"
-    loop = start_real_engine(str(folder), EngineSettings(dtype="float32", cache_tokens=4096))
+    settings = EngineSettings(dtype="float32", cache_tokens=4096)
+    loop = start_real_engine(str(byte_level_engine), settings)
     plans = record_plans(loop)
     sampling = SamplingParams(max_tokens=99, guide=Guide("regex", text + r"(!|\.)"))
     found = run_all(loop, [GenerateRequest(1, prompt, sampling)])

@@ -36,7 +36,7 @@ def _string(chance: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _enumeration(chance: random.Random, depth: int) -> dict[str, Any]:
-    values = ["red", "grün", "", 'a "b" \\', 1, -2.5, None, True, {"k": []}, ["x", 3]]
+    values = ["red", "grün", "", 'a "b" \\', 1, -2.5, 6.02e23, None, True, {"k": []}, ["x", 3]]
     chosen = chance.sample(values, chance.randrange(1, 5))
     return {"const": chosen[0]} if chance.random() < 0.2 else {"enum": chosen}
 
@@ -59,9 +59,8 @@ def _pattern(chance: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _object(chance: random.Random, depth: int) -> dict[str, Any]:
-    names = chance.sample(
-        [*string.ascii_lowercase, "größe", "a b", "x-y", '"q"'], chance.randrange(1, 5)
-    )
+    unusual = ["größe", "a b", "x-y", '"q"', "名前", "ключ", "smile 😀", "first_name", "home city"]
+    names = chance.sample([*string.ascii_lowercase, *unusual], chance.randrange(1, 5))
     properties = {name: random_schema(chance, depth + 1) for name in names}
     required = [name for name in names if chance.random() < 0.6]
     return {
