@@ -36,7 +36,7 @@ def _string(chance: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _enumeration(chance: random.Random, depth: int) -> dict[str, Any]:
-    values = ["red", "grün", "", 'a "b" \\', 1, -2.5, 6.02e23, None, True, {"k": []}, ["x", 3]]
+    values = ["red", "grün", "", 'a "b" \\', 1, -2.5, 0.125, None, True, {"k": []}, ["x", 3]]
     chosen = chance.sample(values, chance.randrange(1, 5))
     return {"const": chosen[0]} if chance.random() < 0.2 else {"enum": chosen}
 
