@@ -181,7 +181,7 @@ def test_sglang_bench_serving(
     [
         ("kserve --streaming", "grpc"),
         ("kserve", "grpc"),
-        ("generate --streaming", "http"),
+        ("generate --streaming --endpoint v2/models/ensemble/generate_stream", "http"),
         ("chat --streaming", "http"),
         ("completions", "http"),
     ],

@@ -69,11 +69,17 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_recorded_repository(folder: Path, engine: Path) -> Path:
-    """Write the recorded models: those of an import, without the input that upstream lacks."""
+    """Write the recorded models: those of an import, without the inputs they did not have."""
+    absent = (
+        '"messages"',
+        'name: "exclude_input_in_output"',
+        'key: "exclude_input_in_output" value:',
+    )
     for model in write_repository(folder, "tensorrt_llm_bls", engine, engine, 64):
         config = model / "config.pbtxt"
         lines = config.read_text().splitlines(keepends=True)
-        config.write_text("".join(line for line in lines if '"messages"' not in line.lower()))
+        kept = [line for line in lines if not any(name in line.lower() for name in absent)]
+        config.write_text("".join(kept))
     return folder
 
 
