@@ -43,7 +43,6 @@ _PLACE = re.compile(r"(?<=At:\n  )[^()]*/(?=\w+/\d+/model\.py)")  # folder of th
 _CHANGING = ("ns", "count", "last_inference", "inference_count", "execution_count")
 # Deliberate differences and their reasons. The calls are still sent.
 DIFFERENT: dict[str, str] = {
-    "grpc-infer-big-4mb": "a string longer than its data is refused by the server here, and by the model there",
     "grpc-reflection": "reflection is served here; Triton's build has none",
     "grpc-shm-register-missing": "shared memory of the machine is off unless a flag allows it",
 }

@@ -82,7 +82,7 @@ class RealTriton:
             start_new_session=True,
         )
         deadline = time.monotonic() + self._seconds
-        while not self._ready():
+        while not self.is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 text = Path(self._log.name).read_text("utf-8", "replace")
                 self.__exit__()
@@ -90,7 +90,7 @@ class RealTriton:
             time.sleep(0.1)
         return self
 
-    def _ready(self) -> bool:
+    def is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(
                 f"http://127.0.0.1:{self.http_port}/v2/health/ready", timeout=5

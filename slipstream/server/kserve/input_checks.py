@@ -229,7 +229,7 @@ def _check_batch(request: InferRequest, config: ModelConfig) -> _EmptyInput | No
         if not size:
             size = tensor.shape[0]
             if not size:
-                empty = tensor
+                empty = empty or tensor
         elif tensor.shape[0] != size or size < 0:
             raise request_error(
                 request,

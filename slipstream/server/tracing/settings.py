@@ -206,7 +206,7 @@ def _check(name: str, value: Any) -> Value | None:
     if value is None:
         return None
     if name == "trace_level":
-        if not isinstance(value, (list, str)):
+        if type(value) not in (list, str):  # a JSON object is a subclass of list
             raise InferenceError("attempt to access JSON non-array as array", Code.INTERNAL)
         return _levels([value] if isinstance(value, str) else value)
     # Triton takes only texts
