@@ -16,6 +16,7 @@ import pytest
 import torch
 import tritonclient.http as http
 import tritonclient.http.aio as aio
+from http_support import wait_until
 from safetensors.torch import save_file
 from tiny_server import ROOT, wait_for
 
@@ -236,9 +237,12 @@ def test_an_engine_is_unloaded_and_loaded_again(client: Any) -> None:
     before = expected(client, "5 6 7", 6)
     client.unload_model("ensemble", unload_dependents=True)
     assert not client.is_model_ready("tensorrt_llm")
-    states = {row["name"]: row.get("state") for row in client.get_model_repository_index()}
-    assert states == dict.fromkeys(
-        ("ensemble", "postprocessing", "preprocessing", "tensorrt_llm"), "UNAVAILABLE"
-    )
+
+    def states() -> dict[str, str]:
+        return {row["name"]: row["state"] for row in client.get_model_repository_index()}
+
+    assert states()["tensorrt_llm"] in ("UNLOADING", "UNAVAILABLE")
+    names = ("ensemble", "postprocessing", "preprocessing", "tensorrt_llm")
+    wait_until(lambda: states() == dict.fromkeys(names, "UNAVAILABLE"))
     client.load_model("ensemble")
     assert expected(client, "5 6 7", 6) == before

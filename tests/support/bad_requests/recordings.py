@@ -1,8 +1,8 @@
 """What the real server answered to each generated request, and the comparison with it.
 
 A recording has each answer once, and for each request the number of its answer. A checksum shows
-whether the requests are those that were recorded: `python tests/conformance/record_errors.py`
-records them anew.
+whether the requests are those that were recorded. `python tests/conformance/record_errors.py`
+replaces the recordings.
 """
 
 from __future__ import annotations
