@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
+import jsonschema
 import pytest
 from call_templates import ANSWERS, FORMATS, PARTS
 from called_functions import TOOLS, GuidedText, check_read, read_parts
@@ -19,17 +21,17 @@ from slipstream.server.openai.tools import call_formats
 from slipstream.server.openai.tools.call_formats import CallFormat, find_format
 from slipstream.server.openai.tools.call_grammar import CallRules
 from slipstream.server.openai.tools.call_reader import CallReader
-from slipstream.server.openai.tools.xml_calls import XmlCallReader
+from slipstream.server.openai.tools.xml_calls import Schemas, XmlCallReader
 
 FUNCTIONS = [tool["function"] for tool in TOOLS]
 SCHEMAS = {function["name"]: function.get("parameters", {}) for function in FUNCTIONS}
 JSON_FORMATS = [name for name in FORMATS if name not in ("qwen_coder", "harmony")]
 
 
-def new_reader(call_format: CallFormat) -> PartReader:
+def new_reader(call_format: CallFormat, schemas: Schemas = SCHEMAS) -> PartReader:
     if call_format.channels:
         return HarmonyReader()
-    return XmlCallReader(call_format, SCHEMAS) if call_format.xml else CallReader(call_format)
+    return XmlCallReader(call_format, schemas) if call_format.xml else CallReader(call_format)
 
 
 def test_the_call_format_is_found_in_the_chat_template():
@@ -111,6 +113,40 @@ def channel_frame_of(ids: dict[str, int]) -> Frame:
             return [ids[text]] if text in ids else [0, 0]
 
     return channel_frame(Tokens())  # type: ignore[arg-type]
+
+
+MIXED = {
+    "type": "object",
+    "properties": {
+        "s": {"type": "string"},
+        "n": {"type": ["integer", "null"]},
+        "l": {"type": "array", "items": {"enum": ['a"b', "<tool_call>"]}, "maxItems": 2},
+        "o": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["s", "l"],
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_answers_of_the_grammar_are_read_as_calls_that_match_their_schema(name):
+    call_format, _ = FORMATS[name]
+    functions = [{"name": "f", "parameters": MIXED}, {"name": "f_g"}]
+    schemas = {"f": MIXED, "f_g": {"type": "object", "maxProperties": 0}}
+    marks = list(call_format.marks)
+    ids = {mark: 256 + number for number, mark in enumerate(marks)}
+    frame = channel_frame_of(ids) if call_format.channels else replace(NO_FRAME, ids=ids)
+    rules = CallRules(call_format, functions, required=True, many=call_format.many)
+    guided = GuidedText(rules.guide(frame, None), marks)
+    rng = random.Random(1)
+    for _ in range(4):
+        text = guided.random_text(rng, most=300)
+        readers = [new_reader(call_format, schemas) for _ in range(2)]
+        parts = read_parts(readers[0], [text])
+        assert parts == read_parts(readers[1], list(text))
+        calls = [part for part in parts if isinstance(part, tuple)]
+        complete = calls if guided.may_end(text) else calls[:-1]
+        for function, arguments in complete:
+            jsonschema.validate(json.loads(arguments), schemas[function])
 
 
 @pytest.mark.parametrize("name", JSON_FORMATS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -139,6 +140,7 @@ class GuidedText:
     def __init__(self, guide: Guide, special: Sequence[str] = ()) -> None:
         self._special = {text: 256 + number for number, text in enumerate(special)}
         texts = [*[bytes([code]) for code in range(256)], *[text.encode() for text in special]]
+        self._texts = texts
         self._end = len(texts)
         vocabulary = Vocabulary([*texts, b"<end>"], frozenset(range(256, self._end + 1)), False)
         self._guided: Guided = Guides(vocabulary).open(guide, [self._end])
@@ -162,6 +164,24 @@ class GuidedText:
     def allows_each_letter(self, text: str) -> bool:
         tokens = self._encode(text)
         return all(self._allows(tokens[: end + 1]) for end in range(len(tokens)))
+
+    def random_text(self, rng: random.Random, most: int) -> str:
+        """Return a random answer of at most `most` tokens. It tends to close its brackets."""
+        tokens: list[int] = []
+        while len(tokens) < most:
+            mask = int.from_bytes(self._guided.mask(tokens), "little")
+            allowed = [token for token in range(self._end + 1) if mask >> token & 1]
+            if allowed in ([], [self._end]) or (self._end in allowed and rng.random() < 0.3):
+                break
+            closing = [
+                token for token in allowed if chr(token) in '"}],' or 255 < token < self._end
+            ]
+            plain = [token for token in allowed if 32 <= token < 127 or token == 10]
+            tokens.append(
+                rng.choice(closing if closing and rng.random() < 0.35 else plain or closing)
+            )
+        texts = [self._texts[token] for token in tokens]
+        return b"".join(texts).decode()
 
     def may_end(self, text: str) -> bool:
         """Return whether the answer may end after the text."""

@@ -91,7 +91,8 @@ def match_literal(literal: str, text: str) -> int | None:
         if position == len(text):
             return None
         if text[position] != letter:
-            return -1
+            # The end of the answer may have cut a character off.
+            return None if text[position:] == "\ufffd" else -1
         position += 1
     return position
 

@@ -107,7 +107,8 @@ class CallReader(StreamReader):
         text = self._held[:size]
         self._held = self._held[size:]
         self._after_call = False
-        yield text
+        if not self._only_calls:
+            yield text
 
     def _read_calls(self) -> Steps[None]:
         """Read the calls at the front of the held text. If there is none, their mark is text."""
