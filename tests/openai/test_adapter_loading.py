@@ -159,7 +159,12 @@ def test_unloading_does_not_disturb_a_running_request(serving, call, folders):
         ({"lora_name": "a", "lora_path": "/nowhere"}, 404, "lora_path", "holds no adapter"),
         ({"lora_name": "chat", "lora_path": "/x"}, 400, "lora_name", "name of a model"),
         ({"lora_name": "french", "lora_path": "/x"}, 400, "lora_name", "already been loaded"),
-        ({"lora_name": "a", "lora_path": "/x", "base_model_name": "b"}, 404, "model", "'b'"),
+        (
+            {"lora_name": "a", "lora_path": "/x", "base_model_name": "b"},
+            404,
+            "base_model_name",
+            "'b'",
+        ),
     ],
 )
 def test_a_refused_load_names_the_field(call, body, status, param, text):

@@ -431,7 +431,7 @@ ENDLESS = {"properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}
                 "tools": [{"type": "function", "function": {**FUNCTION, "parameters": ENDLESS}}],
                 "tool_choice": "required",
             },
-            "tools",
+            "tools[0].function.parameters",
         ),
         ({"tools": TOOLS * 65}, "tools"),
         ({"tool_choice": "any"}, "tool_choice"),

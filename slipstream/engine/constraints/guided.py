@@ -8,6 +8,7 @@ cannot enforce exactly is an error, never an approximation.
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,9 @@ NOT_INSTALLED = "guided decoding needs the library llguidance: pip install 'slip
 FIELD = "guided_decoding_guide: "
 LONGEST_GUIDE = 1 << 20  # bytes
 _NO_TOKEN_ALLOWED = "NoExtensionBias"  # the library's error text
+# kinds whose grammars are not the client's text
+_WRITTEN_HERE = ("structural_tag", COMPOSED)
+_PLACE = re.compile(r"^at \d+\(\d+\): ")  # the library's: line and column
 _NO_TOKEN_IDS = "no tokenizer"  # the library's warning: token ids are checked by the engine
 _CACHED_GRAMMARS = 64
 # tokens before a new one that are tokenised again with it
@@ -53,6 +57,8 @@ def check_guide(guide: Guide) -> None:
     wrong, messages = library.LLMatcher.validate_grammar_with_warnings(grammar)
     messages = [message for message in messages if not message.startswith(_NO_TOKEN_IDS)]
     if wrong or messages:
+        if guide.kind in _WRITTEN_HERE:
+            messages = [_without_excerpt(message) for message in messages]
         raise GuideError(f"cannot be enforced: {_one_line('; '.join(messages))}")
 
 
@@ -406,7 +412,7 @@ def _tag_grammar(library: Any, text: str) -> str:
             (trigger for trigger in triggers if structure["begin"].startswith(trigger)), None
         )
         if trigger is None:
-            raise GuideError(f"no trigger begins {structure['begin']!r}")
+            raise GuideError(f"has no trigger that begins {structure['begin'][:80]!r}")
         tags.append(
             library.StructTag(
                 trigger=trigger,
@@ -450,6 +456,11 @@ def _reason(matcher: Any) -> str:
     """Return the matcher's error without the parser's state."""
     error = _one_line(matcher.get_error().partition("<state>")[0])
     return "no token can come next" if error == _NO_TOKEN_ALLOWED else error
+
+
+def _without_excerpt(message: str) -> str:
+    """Return an error without the place in the grammar, which is not the client's text."""
+    return _PLACE.sub("", message.partition("\n")[0])
 
 
 def _one_line(text: str) -> str:

@@ -152,6 +152,8 @@ def _check_sampling(fields: MessagesFields) -> None:
 
 def _chat_document(fields: CountFields, given: Document) -> Document:
     chat = {name: given[name] for name in SHARED_CHAT_FIELDS if name in given}
+    if not fields.messages:
+        raise field_error("messages", "must hold at least one message")
     messages = chat_messages(fields.system, fields.messages)
     config = fields.output_config or OutputConfig()
     variables = chat.get("chat_template_kwargs") or {}

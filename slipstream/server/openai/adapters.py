@@ -20,7 +20,7 @@ from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.generating import EngineBackedModel, ServedEngine, run_to_end
-from slipstream.server.openai.errors import ApiError, field_error
+from slipstream.server.openai.errors import ApiError, field_error, rename_in_error
 from slipstream.server.openai.fields import convert_fields, decode_object
 from slipstream.server.openai.models import find_model, text_models
 
@@ -101,7 +101,10 @@ class AdapterLoader:
 
     async def _find_engine(self, model: str | None) -> ServedEngine:
         if model is not None:
-            found = await find_model(self.registry, model)
+            try:
+                found = await find_model(self.registry, model)
+            except ApiError as error:
+                raise rename_in_error(error, [("model", "base_model_name")]) from error
             return next(
                 engine
                 for engine in self._engines()

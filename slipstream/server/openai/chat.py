@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -98,7 +99,7 @@ async def prepare_chat(fields: ChatFields, body_bytes: int, model: OpenAIModel) 
     top_log_probs = read_top_log_probs("top_logprobs", fields.top_logprobs)
     if top_log_probs and not log_probs:
         raise field_error("top_logprobs", "needs logprobs to be true")
-    guided_by, response_guide = read_guide(fields)
+    response_field, response_guide = read_guide(fields)
     options = model.text.engine.chat
     tools = read_tools(fields, model.tokenizer, options.tool_call_parser)
     sampling = sampling_params(
@@ -109,9 +110,8 @@ async def prepare_chat(fields: ChatFields, body_bytes: int, model: OpenAIModel) 
     answers = find_answer_format(
         tools, model.tokenizer, tokens, response_guide is not None, options.reasoning_parser
     )
-    if tools.rules is not None:
-        guided_by = "tools"
-    guide = await _answer_guide(answers, response_guide)
+    guided_by = response_field if tools.rules is None else "tools"
+    guide = await _answer_guide(answers, response_guide, response_field, fields)
     text = build_text_request(
         fields,
         tokens,
@@ -127,15 +127,33 @@ async def prepare_chat(fields: ChatFields, body_bytes: int, model: OpenAIModel) 
     )
 
 
-async def _answer_guide(answers: AnswerFormat, response: Guide | None) -> Guide | None:
+async def _answer_guide(
+    answers: AnswerFormat, response: Guide | None, response_field: str, fields: ChatFields
+) -> Guide | None:
     """Return the grammar of the answers. Tools are checked here, where the field is known."""
     try:
         guide = answers.guide(response)
         if answers.rules is not None and guide is not None:
             await asyncio.to_thread(check_guide, guide)
     except GuideError as error:
+        await asyncio.to_thread(_check_parts, response, response_field, fields)
         raise ApiError(f"tools: {error}", "tools") from error
     return guide
+
+
+def _check_parts(response: Guide | None, response_field: str, fields: ChatFields) -> None:
+    """Raise the error of the first schema that cannot be enforced by itself, with its field."""
+    guides = {} if response is None else {response_field: response}
+    for number, tool in enumerate(fields.tools or []):
+        schema = tool["function"].get("parameters")
+        if schema is not None:
+            name = f"tools[{number}].function.parameters"
+            guides[name] = Guide("json_schema", json.dumps(schema))
+    for name, guide in guides.items():
+        try:
+            check_guide(guide)
+        except GuideError as error:
+            raise field_error(name, str(error)) from error
 
 
 def _max_tokens(fields: ChatFields) -> int:

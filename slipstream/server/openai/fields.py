@@ -17,10 +17,11 @@ from slipstream.request_fields.field import PYTHON_TYPES
 from slipstream.request_fields.table import COPIED
 from slipstream.server.openai.errors import ApiError, field_error
 
-_PLACE = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<place>[^`]*)`")
+_PLACE = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<place>[^`]*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _NOT_IN_A_HEADER = re.compile(r"[^A-Za-z0-9_.\-\[\]]")
 _MAX_LISTED = 32
+_MAX_PROBLEM = 300  # characters; a problem may quote the value
 
 
 _MAX_METADATA = 16  # pairs, with OpenAI's bounds of their lengths
@@ -296,6 +297,8 @@ def convert_fields(given: dict[str, Any], kind: type[Body]) -> Body:
         if found is None:
             raise ApiError(str(error)) from error
         problem = found["problem"].replace(" | null", "")
+        if len(problem) > _MAX_PROBLEM:
+            problem = f"{problem[:_MAX_PROBLEM]}…"
         raise ApiError(
             f"{found['place']}: {problem[0].lower()}{problem[1:]}", found["place"]
         ) from error

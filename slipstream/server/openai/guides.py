@@ -107,6 +107,14 @@ def _read_response_format(given: Mapping[str, Any]) -> Guide | None:
         raise field_error(
             "response_format.json_schema.schema", "must be an object, the JSON schema"
         )
+    assert isinstance(wrapped, dict)
+    for key, type_, expected in (
+        ("name", str, "a string"),
+        ("description", str, "a string"),
+        ("strict", bool, "a boolean"),
+    ):
+        if not isinstance(wrapped.get(key), type_ | None):
+            raise field_error(f"response_format.json_schema.{key}", f"must be {expected}")
     return Guide("json_schema", json.dumps(schema))
 
 

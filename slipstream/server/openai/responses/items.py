@@ -51,7 +51,9 @@ def check_call_ids(history: Iterable[Item], items: Sequence[Item]) -> None:
 def _item(name: str, given: Any, find_item: FindItem) -> Item:
     if not isinstance(given, dict):
         raise field_error(name, "must be an object, an item")
-    kind = given.get("type") or ("message" if "role" in given else "item_reference")
+    kind = given.get("type")
+    if kind is None:
+        kind = "message" if "role" in given else "item_reference"
     match kind:
         case "message":
             return _message_item(name, given)

@@ -131,7 +131,12 @@ def _function(name: str, tool: Any) -> dict[str, Any]:
         raise field_error(name, "must be an object with type function and the function")
     if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
         raise field_error(f"{name}.function.name", "must be 1 to 64 letters, digits, _ and -")
-    schema = function.get("parameters") or {}
+    for key, kind, expected in (("description", str, "a string"), ("strict", bool, "a boolean")):
+        if not isinstance(function.get(key), kind | None):
+            raise field_error(f"{name}.function.{key}", f"must be {expected}")
+    schema = function.get("parameters")
+    if schema is None:
+        return function
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise field_error(
             f"{name}.function.parameters",
