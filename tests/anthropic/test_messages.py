@@ -14,6 +14,7 @@ from call_templates import HERMES, THINKING
 from called_functions import WEATHER, GuidedText, called_by, replace_answers
 from http_support import RunningServer
 from response_calls import chatted
+from wrong_values import wrong_bodies
 
 from slipstream.server.anthropic.writer import Content
 from slipstream.server.engine_link.engine import TextOutput
@@ -505,3 +506,54 @@ def test_models_and_unknown_fields_are_answered_as_for_openai(serving, client):
         model="chat", messages=QUESTION, max_tokens=1, extra_body={"strange": 1, "min_p": 0.1}
     )
     assert raw.headers["x-slipstream-ignored-fields"] == "strange"
+
+
+EVERYTHING: Any = {
+    "model": "chat",
+    "system": [{"type": "text", "text": "Obey.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "tool_use", "id": "t", "name": "weather", "input": ARGUMENTS},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t",
+                    "content": [{"type": "text", "text": "Sun"}],
+                }
+            ],
+        },
+    ],
+    "max_tokens": 2000,
+    "stop_sequences": ["END"],
+    "stream": False,
+    "temperature": 1,
+    "top_k": 5,
+    "top_p": 1,
+    "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
+    "tools": [TOOL],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": WEATHER}},
+    "metadata": {"user_id": "me"},
+    "service_tier": "auto",
+}
+
+
+def test_no_wrong_value_is_an_internal_error(calling, monkeypatch):
+    replace_answers(calling, monkeypatch, ["Fine."])
+    failed = []
+    with httpx.Client(base_url=f"http://127.0.0.1:{calling.port}") as client:
+        for place, body in wrong_bodies(EVERYTHING):
+            answer = client.post("/v1/messages", content=json.dumps(body))
+            if answer.status_code not in (200, 400, 404) or (
+                answer.status_code == 400 and not answer.json()["error"]["message"]
+            ):
+                failed.append((place, answer.text[:200]))
+    assert failed == []

@@ -12,6 +12,7 @@ import pytest
 from call_templates import HERMES, THINKING
 from called_functions import WEATHER, GuidedText, called_by, replace_answers
 from response_calls import chatted, respond
+from wrong_values import wrong_bodies
 
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.kserve.errors import InferenceError
@@ -496,3 +497,64 @@ def test_unknown_fields_are_listed_and_a_wrong_model_is_not_found(serving):
     assert raw.headers["x-slipstream-ignored-fields"] == "strange"
     with pytest.raises(openai.NotFoundError):
         respond(serving, model="none")
+
+
+EVERYTHING: Any = {
+    "model": "chat",
+    "instructions": "Obey.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [{"type": "summary_text", "text": "Hm."}],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+        },
+        {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "id": "f", "call_id": "c", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "id": "o", "call_id": "c", "output": "Sun"},
+        {
+            "type": "function_call_output",
+            "call_id": "c",
+            "output": [{"type": "input_text", "text": "x"}],
+        },
+    ],
+    "include": ["reasoning.encrypted_content"],
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "text": {
+        "format": {"type": "json_schema", "name": "a", "schema": WEATHER},
+        "verbosity": "medium",
+    },
+    "tools": [TOOL],
+    "tool_choice": {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "weather"}],
+    },
+    "metadata": {"a": "b"},
+    "max_output_tokens": 5,
+    "max_tool_calls": 2,
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "store": False,
+    "stream": False,
+    "background": False,
+    "stream_options": None,
+    "temperature": 1,
+    "top_p": 1,
+    "truncation": "auto",
+    "user": "me",
+}
+
+
+def test_no_wrong_value_is_an_internal_error(calling, monkeypatch):
+    replace_answers(calling, monkeypatch, ["Fine."])
+    failed = []
+    with httpx.Client(base_url=f"http://127.0.0.1:{calling.port}") as client:
+        for place, body in wrong_bodies(EVERYTHING):
+            answer = client.post("/v1/responses", content=json.dumps(body))
+            if answer.status_code not in (200, 400, 404) or (
+                answer.status_code == 400 and not answer.json()["error"]["message"]
+            ):
+                failed.append((place, answer.text[:200]))
+    assert failed == []
