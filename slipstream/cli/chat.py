@@ -10,8 +10,8 @@ import re
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Generator, Iterator
-from typing import Any
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from slipstream.cli.arguments import CommandError, Parser
 from slipstream.cli.connections import (
@@ -26,10 +26,19 @@ from slipstream.client.connection import HttpConnection, ServerError
 
 PROMPT = ">>> "
 _TICK_SECONDS = 0.2
+_DIM = "\x1b[2m"
+_PLAIN = "\x1b[0m"
 _HELP = "Ctrl-C stops an answer, /clear starts a new conversation, /exit or Ctrl-D quits."
 _COMMAND = re.compile(r"/[a-z]+")
 # models that every repository has beside the one with a name of its own
 _STANDARD_NAMES = ("ensemble", "tensorrt_llm_bls")
+
+
+class Piece(NamedTuple):
+    """A piece of an answer, or of the reasoning before it."""
+
+    text: str
+    is_reasoning: bool = False
 
 
 class Conversation:
@@ -46,7 +55,7 @@ class Conversation:
     def clear(self) -> None:
         self._messages = list(self._beginning)
 
-    def answer(self, question: str) -> Generator[str, None, None]:
+    def answer(self, question: str) -> Generator[Piece, None, None]:
         """Yield the pieces of an answer. A stopped answer stays in the conversation as it is."""
         messages = [*self._messages, {"role": "user", "content": question}]
         body = {**self._settings, "messages": messages}
@@ -55,21 +64,32 @@ class Conversation:
         stream = self._connection.events("/v1/chat/completions", body)
         try:
             with contextlib.closing(stream) as events:
-                for piece, finish_reason in itertools.chain.from_iterable(map(_choices, events)):
-                    self.cut_short = finish_reason == "length"
-                    if piece:
-                        said += piece
-                        yield piece
+                for choice in itertools.chain.from_iterable(map(_choices, events)):
+                    self.cut_short = choice.finish_reason == "length"
+                    if choice.reasoning:
+                        yield Piece(choice.reasoning, is_reasoning=True)
+                    if choice.text:
+                        said += choice.text
+                        yield Piece(choice.text)
         finally:
             if said:
                 self._messages = [*messages, {"role": "assistant", "content": said}]
 
 
-def _choices(event: Any) -> list[tuple[str, Any]]:
-    """Return the text and the finish reason of each choice of an event."""
+class _Choice(NamedTuple):
+    text: str
+    reasoning: str
+    finish_reason: Any
+
+
+def _choices(event: Any) -> list[_Choice]:
     try:
         return [
-            (str(choice["delta"].get("content") or ""), choice["finish_reason"])
+            _Choice(
+                str(choice["delta"].get("content") or ""),
+                str(choice["delta"].get("reasoning_content") or ""),
+                choice["finish_reason"],
+            )
             for choice in event["choices"]
         ]
     except (KeyError, TypeError, AttributeError) as error:
@@ -193,15 +213,15 @@ def _handle_line(line: str, conversation: Conversation, end: str) -> bool:
     return True
 
 
-def _print(pieces: Generator[str, None, None], end: str) -> None:
+def _print(pieces: Generator[Piece, None, None], end: str) -> None:
     """Print the pieces as they arrive. Closing them early makes the server stop generating."""
     terminal = sys.stdout.isatty()
     ending = ""
     try:
         with contextlib.closing(pieces):
-            for piece in pieces:
+            for text in _terminal_texts(pieces) if terminal else _answer_texts(pieces):
                 ending = end
-                sys.stdout.write(CONTROL.sub("", piece) if terminal else piece)
+                sys.stdout.write(text)
                 sys.stdout.flush()
         ending = end
     except KeyboardInterrupt:
@@ -210,3 +230,20 @@ def _print(pieces: Generator[str, None, None], end: str) -> None:
     finally:
         sys.stdout.write(ending)
         sys.stdout.flush()
+
+
+def _answer_texts(pieces: Iterable[Piece]) -> Iterator[str]:
+    """Yield the answer without the reasoning."""
+    return (piece.text for piece in pieces if not piece.is_reasoning)
+
+
+def _terminal_texts(pieces: Iterable[Piece]) -> Iterator[str]:
+    """Yield the reasoning, dimmed, then the answer."""
+    reasoned = False
+    for piece in pieces:
+        text = CONTROL.sub("", piece.text)
+        if piece.is_reasoning:
+            yield f"{_DIM}{text}{_PLAIN}"
+        else:
+            yield f"\n\n{text}" if reasoned else text
+        reasoned = piece.is_reasoning

@@ -263,6 +263,18 @@ def test_a_server_of_another_kind_is_one_error_line(models: Any, event: Any, err
     assert done.stdout == ("" if error else "caf?\n")
 
 
+def test_reasoning_is_printed_dimmed_in_a_terminal_and_not_through_a_pipe(
+    terminal: Callable[..., Terminal],
+) -> None:
+    thought = {"delta": {"reasoning_content": "Hm\x07."}, "finish_reason": None}
+    with another_server(LISTED, {"choices": [thought, PIECE]}) as address:
+        assert run_chat("One?\n", "-u", address).stdout == "caf\u00e9\n"
+        shell = terminal("-u", address)
+        shell.until(">>> ")
+        shell.type("One?\n")
+        assert shell.until("\n\n>>> ").endswith("\x1b[2mHm.\x1b[0m\n\ncaf\u00e9")
+
+
 def test_control_characters_in_a_model_name_are_removed(terminal: Callable[..., Terminal]) -> None:
     with another_server({"data": [{"id": "mi\x1b]0;ne\x07"}]}, {"choices": [PIECE]}) as address:
         shell = terminal("-u", address)
