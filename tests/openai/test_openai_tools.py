@@ -424,14 +424,14 @@ ENDLESS = {"properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}
                     }
                 ]
             },
-            "tools",
+            "tools[0].function.parameters",
         ),
         (
             {
                 "tools": [{"type": "function", "function": {**FUNCTION, "parameters": ENDLESS}}],
                 "tool_choice": "required",
             },
-            "tools[0].function.parameters",
+            "tools",
         ),
         ({"tools": TOOLS * 65}, "tools"),
         ({"tool_choice": "any"}, "tool_choice"),
