@@ -131,6 +131,8 @@ def _warn_of_exposure(options: ServerOptions) -> None:
             "127.0.0.1 only.",
             ", ".join(exposed),
         )
+        if options.allow_python_models and options.control_mode == "explicit":
+            logger.warning("clients can also load models with code of their own, which runs here")
 
 
 def _is_loopback(address: str) -> bool:

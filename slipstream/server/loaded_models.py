@@ -220,8 +220,13 @@ class LoadedModels:
                     raise
                 failures[part] = error
         for part, failure in failures.items():
-            text = f"ensemble '{name}' depends on '{part}' which has no loaded version."
-            raise LoadFailed(f"{text} Model '{part}' loading failed with error: {failure}")
+            text = (
+                f"ensemble '{name}' depends on '{part}' which has no loaded version. "
+                f"Model '{part}' loading failed with error: {failure}"
+            )
+            context = {"place": "model_repository_manager.cc:580", "model": name}
+            logger.error("Invalid argument: %s", text, extra=context)
+            raise LoadFailed(text)
 
     async def _load_one(self, model: RepositoryModel, reading: Reading) -> None:
         if not model.versions:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib
 import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from bad_requests.servers import our_server
 from http_support import RunningServer, post, wait_until
 from python_model_harness import write_model
+from tritonclient.utils import InferenceServerException
 
 from slipstream.server.engine_link.client import Supervision
 from slipstream.server.engine_link.pool import EnginePool
@@ -199,3 +203,23 @@ def test_ensemble_of_a_client_comes_back_with_the_model_that_it_uses(server: Ser
     assert server.text("both") == "Request for unknown model: 'both' has no available versions"
     assert server.control("own", "load") == (200, "")
     assert server.text("both") == "own"
+    server.control("both", "unload")
+    wait_until(lambda: server.folders() == [])
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_client_library_loads_files(repository: Path, temporary: Path, protocol: str) -> None:
+    with our_server(repository, [PythonModels()]) as ports:
+        library = importlib.import_module(f"tritonclient.{protocol}")
+        port = ports.http if protocol == "http" else ports.grpc
+        with library.InferenceServerClient(f"127.0.0.1:{port}") as client:
+            files = {"file:2/model.py": code(protocol).encode()}
+            client.load_model("sent", config=json.dumps(CONFIG), files=files)
+            given = library.InferInput("text_input", [1], "BYTES")
+            given.set_data_from_numpy(np.array([b"x"], dtype=object))
+            answer = client.infer("sent", [given])
+            assert answer.as_numpy("text_output").tolist() == [protocol.encode()]
+            files = {"file:../model.py": b"x"}
+            with pytest.raises(InferenceServerException, match="outside of the model's folder"):
+                client.load_model("sent", config=json.dumps(CONFIG), files=files)
+    assert list(temporary.iterdir()) == []  # the server has stopped

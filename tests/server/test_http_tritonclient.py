@@ -16,9 +16,10 @@ import pytest
 import torch
 import tritonclient.http as http
 import tritonclient.http.aio as aio
-from http_support import wait_until
+from http_support import post, wait_until
 from safetensors.torch import save_file
 from tiny_server import ROOT, wait_for
+from tritonclient.utils import InferenceServerException
 
 from slipstream.repository.templates import fill, template
 from slipstream.weights.build import build_engine
@@ -246,3 +247,29 @@ def test_an_engine_is_unloaded_and_loaded_again(client: Any) -> None:
     wait_until(lambda: states() == dict.fromkeys(names, "UNAVAILABLE"))
     client.load_model("ensemble")
     assert expected(client, "5 6 7", 6) == before
+
+
+@pytest.mark.slow
+def test_ensemble_comes_back_with_its_engine(client: Any) -> None:
+    before = expected(client, "5 6 7", 6)
+    client.unload_model("tensorrt_llm")
+    assert not client.is_model_ready("ensemble")
+    with pytest.raises(InferenceServerException, match="'ensemble' has no available versions"):
+        expected(client, "5 6 7", 6)
+    client.load_model("tensorrt_llm")
+    assert client.is_model_ready("ensemble")
+    assert expected(client, "5 6 7", 6) == before
+
+
+@pytest.mark.parametrize("name", [b'"id": "\xff"', b'"\xff": "\x80"', b'"id": "\\udc00"'])
+def test_text_that_is_not_utf8_is_served(address: str, name: bytes) -> None:
+    body = b'{"text_input": "5 \xff 6", "max_tokens": 2, ' + name + b"}"
+    answer = post(int(address.rpartition(":")[2]), "/v2/models/ensemble/generate", body)
+    assert (answer.status, b'"text_output"' in answer.body) == (200, True), answer.body
+
+
+def test_files_are_refused_where_python_models_are_not_allowed(client: Any) -> None:
+    with pytest.raises(InferenceServerException) as caught:
+        client.load_model("mine", config='{"backend": "python"}', files={"file:1/model.py": b"x"})
+    assert caught.value.status() == "501"
+    assert "start it with --allow-python-models" in caught.value.message()

@@ -55,15 +55,21 @@ async def list_models(call: AdminCall) -> bytes:
 async def load_model(call: AdminCall) -> bytes:
     document = (await call.optional_document()).first()
     check_repository_name(call.parameters["repository"])
-    parameters = LoadParameters()
-    if "parameters" in document:
-        given = document["parameters"]
-        if not isinstance(given, Members):
-            raise InferenceError("attempt to get members for non-object", Code.INTERNAL)
-        for name, value in given.first().items():
-            _add_load_parameter(parameters, name, value)
+    parameters = await in_thread_if_long(len(call.body), _load_parameters, document)
     await load_by_control(call.context.control, call.parameters["model"], parameters)
     return b""
+
+
+def _load_parameters(document: Mapping[str, Any]) -> LoadParameters:
+    parameters = LoadParameters()
+    if "parameters" not in document:
+        return parameters
+    given = document["parameters"]
+    if not isinstance(given, Members):
+        raise InferenceError("attempt to get members for non-object", Code.INTERNAL)
+    for name, value in given.first().items():
+        _add_load_parameter(parameters, name, value)
+    return parameters
 
 
 def _add_load_parameter(parameters: LoadParameters, name: str, value: Any) -> None:

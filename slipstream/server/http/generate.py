@@ -48,8 +48,9 @@ def generate_request(body: bytes, config: ModelConfig, version: str) -> InferReq
     document = parse_json(body)
     if not isinstance(document, Members):
         raise InferenceError("attempt to get members for non-object", Code.INTERNAL)
-    request = InferRequest(config.name, version, {}, id=_request_id(document.first()))
-    _convert(request, document, config.inputs_by_name, config.max_batch_size > 0)
+    values = document.first()  # a repeated name has its first value each time
+    request = InferRequest(config.name, version, {}, id=_request_id(values))
+    _convert(request, document, values, config.inputs_by_name, config.max_batch_size > 0)
     check_inputs(request, config)
     return request
 
@@ -66,12 +67,12 @@ def _request_id(document: dict[str, Any]) -> str:
 def _convert(
     request: InferRequest,
     document: Members,
+    values: Mapping[str, Any],
     tensors: Mapping[str, TensorConfig],
     batched: bool,
     nested: bool = False,
 ) -> None:
     """Add each key of the document to the request, as an input or as a parameter."""
-    values = document.first()  # a repeated name has its first value each time
     for name, _ in document:
         value = values[name]
         if name == NESTED_KEY and not nested:
@@ -97,7 +98,7 @@ def _convert_nested(
             f"Expected JSON object for keyword: '{NESTED_KEY}': {text}", Code.INTERNAL
         )
     try:
-        _convert(request, value, tensors, batched, nested=True)
+        _convert(request, value, value.first(), tensors, batched, nested=True)
     except InferenceError as error:
         text = f"Converting keyword: '{NESTED_KEY}': {error.message}"
         raise InferenceError(text, error.code) from error

@@ -194,13 +194,15 @@ def _sources(given: Object) -> tuple[int | None, SharedPlace | None]:
         return None, None
     parameters = _parameters(given)
     sized = "binary_data_size" in parameters
-    count = sized + ("shared_memory_region" in parameters) + ("data" in given)
+    shared = "shared_memory_region" in parameters
+    count = sized + shared + ("data" in given)
     if count != 1:
         raise InferenceError(
             _ONE_SOURCE + ("no field is set" if count == 0 else "multiple fields are set")
         )
-    size = _unsigned("binary_data_size", parameters["binary_data_size"]) if sized else None
-    return size, _place(parameters)
+    if sized:
+        return _unsigned("binary_data_size", parameters["binary_data_size"]), None
+    return None, _place(parameters) if shared else None
 
 
 def _parameters(given: Object) -> Object:
@@ -281,9 +283,9 @@ def _is_unsigned(value: Any) -> bool:
 
 
 def _unsigned(name: str, value: Any) -> int:
-    if not _is_unsigned(value):
-        raise InferenceError(f"Unable to parse '{name}': {_NON_UNSIGNED}", Code.INTERNAL)
-    return int(value)
+    if type(value) is int and 0 <= value < 2**64:
+        return value
+    raise InferenceError(f"Unable to parse '{name}': {_NON_UNSIGNED}", Code.INTERNAL)
 
 
 def _text(name: str, value: Any) -> str:

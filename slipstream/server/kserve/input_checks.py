@@ -268,17 +268,18 @@ def _check_tensor(
         kinds = f"data-type is '{given}', but model '{config.name}' expects '{expected.datatype}'"
         raise request_error(request, f"inference input '{tensor.name}' {kinds}")
     wanted = ((-1,) if config.max_batch_size > 0 else ()) + expected.dims
-    if len(wanted) == len(tensor.shape) and min(tensor.shape, default=0) < 0:
-        text = f"All input dimensions should be specified for input {_place(request, tensor)}, got "
-        raise request_error(request, text + _shape(tensor.shape))
     if len(wanted) != len(tensor.shape) or any(map(_differ, wanted, tensor.shape)):
+        if len(wanted) == len(tensor.shape) and min(tensor.shape) < 0:
+            place = _place(request, tensor)
+            text = f"All input dimensions should be specified for input {place}, got "
+            raise request_error(request, text + _shape(tensor.shape))
         shapes = f"Expected {_shape(wanted)}, got {_shape(tensor.shape)}. "
         text = f"unexpected shape for input '{tensor.name}' for model '{config.name}'. {shapes}"
         raise request_error(request, text + (_BATCH_NOTE if config.max_batch_size > 0 else ""))
 
 
 def _differ(wanted: int, given: int) -> bool:
-    return wanted not in (-1, given)
+    return given < 0 or wanted not in (-1, given)
 
 
 def _differs_in_sign(tensor: Tensor, expected: TensorConfig) -> bool:
