@@ -55,31 +55,42 @@ class CallRules:
 
     def guide(self, frame: Frame, response: Guide | None) -> Guide:
         """Return the grammar of an answer. `response`: the grammar of its text."""
-        start, rules = self._start(frame, response)
+        start, rules = self._start(frame, response is not None)
         lark = "\n".join([f"start: {frame.before} ({start})", *rules, *frame.rules])
-        needs_response = response is not None and not self.required
-        return compose(lark, {"response": response} if needs_response and response else {})
+        beside_calls = {} if response is None or self.required else {"response": response}
+        return compose(lark, beside_calls)
 
-    def _start(self, frame: Frame, response: Guide | None) -> tuple[str, list[str]]:
-        ids = frame.ids
-        rules = [self._all_calls(ids), *self._calls(ids)]
-        trigger = self.format.trigger
+    def _start(self, frame: Frame, has_response: bool) -> tuple[str, list[str]]:
+        """Return the expression of an answer after its reasoning, and the rules that it needs."""
+        rules = [self._all_calls(frame.ids), *self._calls(frame.ids)]
         if self.required:
             return "calls", rules
-        if response is not None:
+        if has_response:
             if self.format.whole_answer and not self.format.channels:
                 rules = self._object_calls()
             return f"calls | {frame.before_text} @response", rules
-        if self.format.channels:
-            return f"calls | {frame.before_text} TEXT", [*rules, f"TEXT: {ANY_TEXT}"]
         if self.format.whole_answer:
-            prefix = spell(self.format.prefix, ids) if self.format.prefix in ids else ""
-            text = f"TEXT: {ANY_TEXT} & ~/{regex_literal(trigger)}(.|\\n)*/{_not_start(frame)}"
-            optional = f"({prefix})? " if prefix else ""
-            return f"{optional}calls | TEXT", [*rules, text]
+            start, texts = self._calls_or_text(frame)
+        else:
+            start, texts = self._calls_within_text(frame)
+        return start, [*rules, *texts]
+
+    def _calls_or_text(self, frame: Frame) -> tuple[str, list[str]]:
+        if self.format.channels:
+            return f"calls | {frame.before_text} TEXT", [f"TEXT: {ANY_TEXT}"]
+        no_call = rf"~/{regex_literal(self.format.trigger)}(.|\n)*/"
+        text = f"TEXT: {ANY_TEXT} & {no_call}{_not_start(frame)}"
+        prefix = self.format.prefix
+        optional = f"({spell(prefix, frame.ids)})? " if prefix in frame.ids else ""
+        return f"{optional}calls | TEXT", [text]
+
+    def _calls_within_text(self, frame: Frame) -> tuple[str, list[str]]:
+        """A special token starts a call by itself. A mark that is text is found by a lazy rule."""
+        ids = frame.ids
+        trigger = self.format.trigger
         texts = [f"FIRST: {ANY_TEXT}{_not_start(frame)}", f"TEXT: {ANY_TEXT}"]
         if trigger in ids:
-            return ("FIRST (calls TEXT)*" if self.many else "FIRST calls?"), [*rules, *texts]
+            return ("FIRST (calls TEXT)*" if self.many else "FIRST calls?"), texts
         any_call = rf"/(.|\n)*{regex_literal(trigger)}/"
         texts += [
             f"TO_FIRST: {any_call}{_not_start(frame)}",
@@ -89,7 +100,7 @@ class CallRules:
             *self._calls(ids, trigger),
         ]
         many = "to_first calls_rest (to_call calls_rest)* TEXT"
-        return f"FIRST | {many if self.many else 'to_first calls_rest'}", [*rules, *texts]
+        return f"FIRST | {many if self.many else 'to_first calls_rest'}", texts
 
     def _object_calls(self) -> list[str]:
         """Return the rules of calls beside other JSON.
