@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from run_engine import generate, run_all
+from scheduler_harness import Revising
 from tiny_models import VOCABULARY, config_of, engine_tensors, positions_of, random_model
 
 from slipstream.engine.request import GenerateRequest
@@ -106,6 +107,20 @@ def test_draft_tokens_change_only_the_number_of_steps(model, sampling):
     loop = engine_on("cuda", model, lookup_tokens=5)
     assert generate(loop, asked, max_tokens=60, **sampling) == expected
     assert loop.stats().draft_tokens > 0
+
+
+def revised_answers(device, model) -> dict[int, list[int]]:
+    """Return the answers of requests beside each other, of which every second one is revised."""
+    loop = engine_on(device, model, block_tokens=16)
+    for index, prompt in enumerate(prompts(6)):
+        request = GenerateRequest(index, prompt, SamplingParams(max_tokens=40))
+        loop.scheduler.add(request, Revising() if index % 2 else None)
+    return run_all(loop, [])
+
+
+def test_gpu_outputs_that_a_constraint_revises_equal_the_cpus(model):
+    """Replaced and appended tokens are computed in chunks, between steps that are graphs."""
+    assert revised_answers("cuda", model) == revised_answers("cpu", model)
 
 
 @pytest.mark.parametrize(("windows", "sinks"), [((40,), 0), ((40,), 4), ((24, 100), 0)])

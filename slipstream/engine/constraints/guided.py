@@ -35,6 +35,7 @@ _NO_TOKEN_IDS = "no tokenizer"  # the library's warning: token ids are checked b
 _CACHED_GRAMMARS = 64
 # tokens before a new one that are tokenised again with it
 _WINDOW_TOKENS = 8
+_COMMON_INDENTATION = 5  # bytes, with the line end
 # last tokens of an output that may be tokenised otherwise with what follows
 _HELD_TOKENS = 2
 # White space in JSON: a space, or a new line with its indentation. A model that would rather end
@@ -185,7 +186,7 @@ class Guided:
             own = self._vocabulary.encode(text)
             if own is None:
                 return tokens
-            same = common_length(own, tokens[start:])
+            same = common_length(list(own), tokens[start:])
             if same == len(own):
                 return tokens
             begins = start == 0 or start > window
@@ -255,6 +256,9 @@ class _SpaceJoins:
         self._vocabulary = vocabulary
         self._spaces = [token for token, text in enumerate(vocabulary.texts) if text.isspace()]
         self._after: dict[int, Mask | None] = {}
+        for token in self._spaces:  # a step waits for the others when they first occur
+            if len(vocabulary.texts[token]) <= _COMMON_INDENTATION:
+                self.after(token)
 
     def after(self, token: int) -> Mask | None:
         """Return the tokens of white space that are never found after this one; None: no token."""

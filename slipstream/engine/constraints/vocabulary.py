@@ -56,6 +56,6 @@ class LongestMatch:
 def common_length(left: Sequence[int], right: Sequence[int]) -> int:
     """Return the number of tokens at the beginning that are the same."""
     shorter = min(len(left), len(right))
-    if list(left[:shorter]) == list(right[:shorter]):
+    if left[:shorter] == right[:shorter]:
         return shorter
     return next(place for place in range(shorter) if left[place] != right[place])
