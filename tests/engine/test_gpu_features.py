@@ -110,7 +110,7 @@ def test_draft_tokens_change_only_the_number_of_steps(model, sampling):
 
 
 def revised_answers(device, model) -> dict[int, list[int]]:
-    """Return the answers of requests beside each other, of which every second one is revised."""
+    """Return the answers of six requests in one batch. Every second one is revised."""
     loop = engine_on(device, model, block_tokens=16)
     for index, prompt in enumerate(prompts(6)):
         request = GenerateRequest(index, prompt, SamplingParams(max_tokens=40))
