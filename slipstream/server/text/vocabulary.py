@@ -5,7 +5,7 @@ answer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -53,7 +53,7 @@ class ContinuationEncoder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, texts: Sequence[bytes], special: Collection[int]
+        self, tokenizer: Tokenizer, texts: Sequence[bytes], special: frozenset[int]
     ) -> None:
         self._tokenizer = tokenizer
         self._texts = texts
@@ -61,6 +61,7 @@ class ContinuationEncoder:
         # the texts of special tokens, which are ordinary text here
         words = {texts[token].decode(errors="replace") for token in special if texts[token]}
         self._special_words = sorted(words, key=len, reverse=True)
+        self._first_letters = frozenset(word[0] for word in words)
         prefixes = list(_PREFIXES)
         if self._spells(self._encode_plain("x"), "x"):
             prefixes.insert(0, "")
@@ -68,7 +69,9 @@ class ContinuationEncoder:
 
     def encode(self, text: str) -> tuple[int, ...] | None:
         """Return the tokens of a text; None if the tokenizer changes the text."""
-        parts = self._split_special_words(text)
+        parts = [text]
+        if not self._first_letters.isdisjoint(text):
+            parts = self._split_special_words(text)
         tokens: list[int] = []
         for part in parts:
             found = self._encode_part(part)
@@ -89,7 +92,7 @@ class ContinuationEncoder:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _spells(self, tokens: Sequence[int], text: str) -> bool:
-        if any(token >= len(self._texts) or token in self._special for token in tokens):
+        if not self._special.isdisjoint(tokens) or max(tokens, default=0) >= len(self._texts):
             return False
         return b"".join([self._texts[token] for token in tokens]) == text.encode()
 
