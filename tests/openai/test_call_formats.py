@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
-from call_templates import ANSWERS, FORMATS, PARTS
-from called_functions import TOOLS, GuidedText, check_read, read_parts
+from call_templates import ANSWERS, FORMATS, PARTS, PLAIN
+from called_functions import MESSAGES, TOOLS, GuidedText, check_read, read_parts
 
 from slipstream.engine.constraints.guided import GuideError, Guides, check_guide
 from slipstream.engine.constraints.vocabulary import LongestMatch, Vocabulary
 from slipstream.engine.sampling_params import Guide
+from slipstream.server.openai.errors import ApiError
+from slipstream.server.openai.fields import ChatFields
 from slipstream.server.openai.grammar import NO_FRAME, Frame
 from slipstream.server.openai.harmony import HarmonyReader
 from slipstream.server.openai.parts import CallStart, PartReader
@@ -21,6 +24,7 @@ from slipstream.server.openai.tools import call_formats
 from slipstream.server.openai.tools.call_formats import CallFormat, find_format
 from slipstream.server.openai.tools.call_grammar import CallRules
 from slipstream.server.openai.tools.call_reader import CallReader
+from slipstream.server.openai.tools.request import read_tools
 from slipstream.server.openai.tools.xml_calls import Schemas, XmlCallReader
 
 FUNCTIONS = [tool["function"] for tool in TOOLS]
@@ -208,6 +212,42 @@ def test_a_schema_that_cannot_be_enforced_exactly_is_an_error():
     counted = {"name": "f", "parameters": {"type": "object", "minProperties": 3}}
     with pytest.raises(GuideError, match="minProperties"):
         CallRules(call_formats.HERMES, [counted], True, True).guide(NO_FRAME, None)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": 5},
+        {"properties": {"a": {"type": "string"}}, "required": 5},
+        {"properties": {"a": {"type": ["string", {}]}}},
+        {"properties": {"a": {"type": {"b": 1}}}},
+        {"properties": {"a": {"anyOf": [5]}}},
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "qwen_coder"])
+def test_a_wrong_schema_is_an_error_in_every_format(name, schema):
+    rules = CallRules(FORMATS[name][0], [{"name": "f", "parameters": schema}], True, True)
+    with pytest.raises(GuideError):
+        check_guide(rules.guide(NO_FRAME, None))
+
+
+def test_a_schema_that_nests_too_deeply_is_an_error():
+    schema: dict[str, object] = {"type": "string"}
+    for _ in range(2000):
+        schema = {"type": "array", "items": schema}
+    rules = CallRules(call_formats.HERMES, [{"name": "f", "parameters": schema}], True, True)
+    with pytest.raises(GuideError, match="nests too deeply"):
+        rules.guide(NO_FRAME, None)
+
+
+def test_tools_that_nest_too_deeply_to_be_described_are_an_error():
+    schema: dict[str, object] = {"type": "string"}
+    for _ in range(2000):
+        schema = {"type": "array", "items": schema}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": schema}}}
+    fields = ChatFields(model="chat", messages=MESSAGES, tools=[tool])
+    with pytest.raises(ApiError, match="nests too deeply"):
+        read_tools(fields, SimpleNamespace(chat_templates={"default": PLAIN}))
 
 
 def test_arguments_that_a_schema_does_not_list_are_not_generated():

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.engine.constraints.guided import check_counts, compose
+from slipstream.engine.constraints.guided import GuideError, check_counts, check_guide, compose
 from slipstream.engine.sampling_params import Guide
 from slipstream.server.openai.grammar import ANY_TEXT, Frame, regex_literal, spell
 from slipstream.server.openai.tools import xml_calls
@@ -55,7 +55,10 @@ class CallRules:
 
     def guide(self, frame: Frame, response: Guide | None) -> Guide:
         """Return the grammar of an answer. `response`: the grammar of its text."""
-        start, rules = self._start(frame, response is not None)
+        try:
+            start, rules = self._start(frame, response is not None)
+        except RecursionError as error:
+            raise GuideError("cannot be enforced: a schema nests too deeply") from error
         lark = "\n".join([f"start: {frame.before} ({start})", *rules, *frame.rules])
         beside_calls = {} if response is None or self.required else {"response": response}
         return compose(lark, beside_calls)
@@ -197,6 +200,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 def _xml_arguments(rule: str, schema: Mapping[str, Any]) -> list[str]:
     """Return the rules of the parameters of a call, in the order of the schema."""
+    check_guide(Guide("json_schema", json.dumps({**schema, "type": "object"})))
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     required = schema.get("required") or []
     names = []

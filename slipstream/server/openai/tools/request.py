@@ -68,7 +68,11 @@ def read_tools(fields: ChatFields, tokenizer: Tokenizer, parser: str = "") -> To
     if shows_tools:
         shown = [_described(tool) for tool in given] if call_format.channels else given
         return ToolUse(tool_template, call_format, rules, shown, "")
-    return ToolUse(template, call_format, rules, None, describe_tools(given, call_format))
+    try:
+        instructions = describe_tools(given, call_format)
+    except RecursionError as error:
+        raise field_error("tools", "has a schema that nests too deeply") from error
+    return ToolUse(template, call_format, rules, None, instructions)
 
 
 def _described(tool: dict[str, Any]) -> dict[str, Any]:
