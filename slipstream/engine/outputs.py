@@ -63,6 +63,25 @@ class OutputBuffer:
         if top is not None:
             outputs.top_log_probs.setdefault(request_id, []).append(top)
 
+    def emit_unsent(self, request: Request, end: int, reason: str, error: str = "") -> int:
+        """Emit the output tokens before `end` that were not sent, of a request whose output is
+        revised; return how many.
+        """
+        tokens = request.take_unsent(end)
+        log_probs = None
+        tops: list[TopLogProbs] = []
+        if request.decided is not None:
+            scores = request.decided.scores[: len(tokens)]
+            del request.decided.scores[: len(tokens)]
+            log_probs = [score.log_prob for score in scores]
+            tops = [score.top for score in scores if score.top is not None]
+            for score in scores:
+                if score.logits:
+                    self.scores(request).generation_logits += score.logits
+        request_id = request.submitted.request_id
+        self.emit(request_id, tokens, reason, request.cached_tokens, log_probs, tops, error)
+        return len(tokens)
+
     def scores(self, request: Request) -> Scores:
         return self.outputs.scores.setdefault(request.submitted.request_id, Scores())
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.engine.messages import Scores
-from slipstream.engine.request import PromptTable, Request
+from slipstream.engine.request import Constraint, PromptTable, Request
 from slipstream.engine.sampling_params import SamplingParams
 
 
@@ -80,7 +80,7 @@ class StepPlan:
     drafts: list[int] = field(default_factory=list)
     # (adapter, the pages that it is written to before the step)
     placed: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    # row → one bit for each token that it may sample
+    # row → one bit for each token that it may sample; for each of its samples, if it has drafts
     masks: dict[int, bytes] = field(default_factory=dict)
 
     @property
@@ -115,10 +115,22 @@ def add_entry(
         ]
         request.unwritten = 0
     if samples and request.constraint is not None:
-        mask = request.constraint.mask(request.tokens[request.prompt_tokens :])
+        mask = _masks(request, request.constraint, len(draft_tokens))
         if mask:
             plan.masks[request.row] = mask
     return count + len(draft_tokens)
+
+
+def _masks(request: Request, constraint: Constraint, drafts: int) -> bytes:
+    """Return the masks of a request's samples: after its last known token and each draft token."""
+    output = request.tokens[request.prompt_tokens :]
+    if request.decided is None or request.reviser is None or not request.decided.tokens:
+        return constraint.mask(output)
+    decided = request.decided.tokens
+    masks = [request.reviser.only(token) for token in decided[: drafts + 1]]
+    if len(masks) <= drafts:
+        masks.append(constraint.mask(output + decided))
+    return b"".join(masks)
 
 
 def remove_request(plan: StepPlan, request: Request) -> None:

@@ -103,6 +103,36 @@ class Reviser(Protocol):
         """
         ...
 
+    def only(self, token: int) -> bytes:
+        """Return the mask that allows a single token."""
+        ...
+
+
+class TokenScores(NamedTuple):
+    """The scores of one output token, as far as they are reported."""
+
+    log_prob: float
+    top: list[tuple[int, float]] | None
+    logits: bytes  # float32 [vocab]
+
+
+class DecidedTokens:
+    """Tokens that a reviser has decided on and whose scores are reported. They are computed as
+    draft tokens, and masks allow no others.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.scores: list[TokenScores] = []  # of the output tokens that were not sent
+        self.settled = 0  # first output tokens that may be sent
+        self.ending: FinishReason | None = None  # how the output ends after these tokens
+
+    def propose(self, tokens: list[int], prompt_tokens: int, most: int) -> list[int]:
+        return self.tokens[:most]
+
+    def learn(self, proposed: int, accepted: int) -> None:
+        """All are accepted."""
+
 
 @dataclass(slots=True)
 class RequestStats:
@@ -163,7 +193,7 @@ class Request:
     # no token is scheduled while a sampled one has not arrived
     needs_host_result: bool = False
     group: BeamGroup | None = None  # the beam search it is a beam of
-    proposer: DraftProposer | None = None
+    proposer: DraftProposer | DecidedTokens | None = None
     draft_tokens: Sequence[int] = ()  # draft tokens that are being computed
     prompt_source: Request | None = None  # an earlier request with the same prompt
     # requests with the same prompt that wait until this one has computed it
@@ -179,6 +209,7 @@ class Request:
     limit: int = field(init=False)  # maximum number of tokens, prompt included
     # the constraint, if it may revise the output
     reviser: Reviser | None = field(init=False, default=None)
+    decided: DecidedTokens | None = field(init=False, default=None)  # if it scores its output, too
 
     def __post_init__(self) -> None:
         self.sampling = self.submitted.sampling
@@ -186,6 +217,9 @@ class Request:
         self.limit = self.prompt_tokens + self.sampling.max_tokens
         if isinstance(self.constraint, Reviser) and self.sampling.revisable:
             self.reviser = self.constraint
+            if self.sampling.scores_output:
+                self.decided = DecidedTokens()
+                self.proposer = self.decided
 
     @property
     def known(self) -> int:
@@ -204,8 +238,11 @@ class Request:
 
     @property
     def settled(self) -> int:
-        """The number of tokens that never change."""
-        return self.known if self.reviser is None else self.prompt_tokens + self.sent
+        """The number of tokens that never change, nor are computed again."""
+        if self.reviser is None:
+            return self.known
+        # The last token that stays is computed again to score the first one that changes.
+        return self.prompt_tokens + self.sent - (self.decided is not None)
 
     def replace_output(self, first: int, tokens: Sequence[int]) -> None:
         """Replace the output tokens from `first` on. Computed ones are computed again."""

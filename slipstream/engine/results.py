@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from slipstream.engine.beams.group import BeamGroup
 from slipstream.engine.constraints.vocabulary import common_length
 from slipstream.engine.outputs import OutputBuffer
 from slipstream.engine.plan import StepResult
-from slipstream.engine.request import FinishReason, Request, Reviser
+from slipstream.engine.request import (
+    DecidedTokens,
+    FinishReason,
+    Request,
+    Reviser,
+    TokenScores,
+)
 from slipstream.engine.speculation import count_accepted
 from slipstream.engine.statistics import Counters
 
@@ -74,7 +81,7 @@ class ResultHandler:
         request.pending -= 1 + drafts
         request.stats.record_token(self.now)
         if request.reviser is not None:
-            self._apply_revised(request, request.reviser, sampled[0])
+            self._apply_revised(request, request.reviser, result, index, sampled)
             return
         tokens, reason = _append_tokens(request, sampled[:count])
         self._counters.output_tokens += len(tokens) + (reason == "stop" and len(tokens) < count)
@@ -87,26 +94,78 @@ class ResultHandler:
             request.finish(reason)
             self._drop(request)
 
-    def _apply_revised(self, request: Request, reviser: Reviser, token: int) -> None:
-        """Apply a token of a request whose output is revised, and send the tokens that stay."""
-        reason: FinishReason | None = "stop"
-        settled = 0
-        if token in request.sampling.end_ids:  # the end token itself is not part of the output
-            self._counters.output_tokens += 1
+    def _apply_revised(
+        self, request: Request, reviser: Reviser, result: StepResult, index: int, sampled: list[int]
+    ) -> None:
+        """Apply the tokens of a request whose output is revised, and send those that stay."""
+        if request.decided is None:
+            reason, settled = self._append_revised(request, reviser, sampled[0])
         else:
-            request.tokens.append(token)
-            reason, settled = _revise(request, reviser)
+            reason = self._append_scored(request, reviser, request.decided, result, index, sampled)
+            settled = request.decided.settled
+        output = len(request.tokens) - request.prompt_tokens
         if reason:
             request.finish(reason)
-            settled = len(request.tokens) - request.prompt_tokens
-        tokens = request.take_unsent(settled)
-        self._counters.output_tokens += len(tokens)
-        if tokens or reason or request.sampling.scores_prompt:  # scores of the prompt may wait
-            self._outputs.emit(
-                request.submitted.request_id, tokens, reason or "", request.cached_tokens
-            )
+        end = output if reason else min(settled, output)
+        # scores of the prompt may wait
+        if end > request.sent or reason or request.sampling.scores_prompt:
+            self._counters.output_tokens += self._outputs.emit_unsent(request, end, reason or "")
         if reason:
             self._drop(request)
+
+    def _append_revised(
+        self, request: Request, reviser: Reviser, token: int
+    ) -> tuple[FinishReason | None, int]:
+        """Append a token and revise the output; return the finish reason and the settled tokens."""
+        if token in request.sampling.end_ids:  # the end token itself is not part of the output
+            self._counters.output_tokens += 1
+            return "stop", 0
+        request.tokens.append(token)
+        revised = _revise(request, reviser)
+        if revised.tokens is not None:
+            request.replace_output(revised.first, revised.tokens)
+        return revised.reason, revised.settled
+
+    def _append_scored(
+        self,
+        request: Request,
+        reviser: Reviser,
+        decided: DecidedTokens,
+        result: StepResult,
+        index: int,
+        sampled: list[int],
+    ) -> FinishReason | None:
+        """Append tokens whose scores are reported, and decide on those after them; return the
+        finish reason. The sampled tokens begin with those decided on before.
+        """
+        drafts = len(request.draft_tokens)
+        accepted = min(drafts, len(sampled))
+        request.scheduled -= drafts - accepted
+        request.committed += accepted
+        known = min(len(sampled), len(decided.tokens))
+        request.tokens += sampled[:known]
+        decided.scores += [_token_scores(result, index + place) for place in range(known)]
+        del decided.tokens[:known]
+        if decided.tokens or decided.ending or known == len(sampled):
+            return None if decided.tokens else decided.ending
+        token = sampled[known]
+        if token in request.sampling.end_ids:
+            self._counters.output_tokens += 1
+            return "stop"
+        request.tokens.append(token)
+        decided.scores.append(_token_scores(result, index + known))
+        revised = _revise(request, reviser)
+        decided.settled = revised.settled
+        if revised.tokens is None:
+            return revised.reason
+        del request.tokens[request.prompt_tokens + revised.first :]
+        del decided.scores[revised.first - request.sent :]
+        decided.tokens = list(revised.tokens)
+        decided.ending = revised.reason
+        # The last token that stays is computed again: its logits score the first of these tokens.
+        request.scheduled = min(request.scheduled, len(request.tokens) - 1)
+        request.committed = min(request.committed, request.scheduled)
+        return None if decided.tokens else revised.reason
 
     def _emit(
         self,
@@ -175,10 +234,15 @@ def _append_tokens(request: Request, tokens: list[int]) -> tuple[list[int], Fini
     return taken, None
 
 
-def _revise(request: Request, reviser: Reviser) -> tuple[FinishReason | None, int]:
-    """Replace a request's output by what its reviser makes of it; return the finish reason and the
-    number of settled tokens.
-    """
+class _Revised(NamedTuple):
+    first: int  # output tokens that stay
+    tokens: list[int] | None  # the tokens after them; None: the output stays as it is
+    reason: FinishReason | None  # how the output then ends
+    settled: int  # first output tokens that never change
+
+
+def _revise(request: Request, reviser: Reviser) -> _Revised:
+    """Return what a reviser makes of a request's output."""
     sampling = request.sampling
     output = request.tokens[request.prompt_tokens :]
     revision = reviser.revise(output, request.sent)
@@ -190,12 +254,18 @@ def _revise(request: Request, reviser: Reviser) -> tuple[FinishReason | None, in
         if revised[place] in sampling.end_ids
     )
     end = next(ends, len(revised))
-    if first < len(output) or first < end:
-        request.replace_output(first, revised[first:end])
+    tokens = revised[first:end] if first < len(output) or first < end else None
     complete = request.constraint is not None and request.constraint.complete(revised)
+    reason: FinishReason | None = "length" if end == sampling.max_tokens else None
     if end < len(revised) or complete:
-        return "stop", end
-    return "length" if len(request.tokens) == request.limit else None, revision.settled
+        reason = "stop"
+    return _Revised(first, tokens, reason, revision.settled)
+
+
+def _token_scores(result: StepResult, place: int) -> TokenScores:
+    log_prob = math.nan if result.log_probs is None else result.log_probs[place]
+    logits = result.generation_logits.get(place, b"")
+    return TokenScores(log_prob, result.top_log_probs.get(place), logits)
 
 
 def _commit_draft_tokens(request: Request, drafts: int, accepted: int) -> None:

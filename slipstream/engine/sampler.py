@@ -160,19 +160,33 @@ def _apply_masks(logits: Tensor, rows: list[int], state: Rows) -> None:
     chosen = [index for index, row in enumerate(rows) if row in state.masks]
     if not chosen:
         return
+    masks = _split_masks([rows[index] for index in chosen], state, logits.shape[-1])
     if logits.device.type == "cpu":  # numpy is several times faster than torch here
-        for index in chosen:
-            excluded = ~np.frombuffer(state.masks[rows[index]], dtype=np.uint8)
+        for index, mask in zip(chosen, masks, strict=True):
+            excluded = ~mask.view(np.uint8)
             bits = np.unpackbits(excluded, count=logits.shape[-1], bitorder="little")
             np.putmask(logits[index].numpy(), bits.view(bool), -np.inf)
         return
-    words = np.stack([np.frombuffer(state.masks[rows[index]], dtype=np.int32) for index in chosen])
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = (to_device(words, logits.device)[:, :, None] >> shifts & 1).view(len(chosen), -1)[
-        :, : logits.shape[-1]
-    ]
+    words = to_device(np.stack(masks), logits.device)
+    allowed = (words[:, :, None] >> shifts & 1).view(len(chosen), -1)[:, : logits.shape[-1]]
     where = list_to_device(chosen, logits.device)
     logits[where] = logits[where].masked_fill(allowed == 0, -math.inf)
+
+
+def _split_masks(rows: list[int], state: Rows, vocab: int) -> list[np.ndarray]:
+    """Return the mask of each sample: int32 [words]. A row with several samples has a mask for each
+    of them.
+    """
+    words = -(-vocab // 32)
+    masks: list[np.ndarray] = []
+    samples: dict[int, int] = {}  # row → samples before this one
+    for row in rows:
+        place = samples.get(row, 0)
+        samples[row] = place + 1
+        mask = np.frombuffer(state.masks[row], dtype=np.int32)
+        masks.append(mask[place * words : (place + 1) * words])
+    return masks
 
 
 def _top_p(

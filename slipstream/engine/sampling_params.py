@@ -107,8 +107,7 @@ class SamplingParams(BaseSamplingParams):
             or self.no_repeat_ngram
             or self.constrained
         )
-        reports_more = self.log_probs or self.top_log_probs or self.generation_logits
-        return self.greedy and not self.beams and not changes_logits and not reports_more
+        return self.greedy and not self.beams and not changes_logits and not self.scores_output
 
     @property
     def narrows(self) -> bool:
@@ -125,11 +124,15 @@ class SamplingParams(BaseSamplingParams):
     @property
     def revisable(self) -> bool:
         """Whether the host may replace output tokens by others of the same text, and append tokens
-        that must follow: nothing is asked about single tokens.
+        that must follow: no token may be banned.
         """
-        reports_more = self.log_probs or self.top_log_probs or self.generation_logits
         bans_tokens = self.bad_words or self.no_repeat_ngram or self.logit_bias
-        return not (self.beams or reports_more or bans_tokens)
+        return not (self.beams or bans_tokens)
+
+    @property
+    def scores_output(self) -> bool:
+        """Whether scores of each output token are reported."""
+        return self.log_probs or self.top_log_probs > 0 or self.generation_logits
 
     @property
     def scores_prompt(self) -> bool:

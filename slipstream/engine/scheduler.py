@@ -421,11 +421,11 @@ class Scheduler:
         request.finish(reason)
         if request.group is not None and reason != "error":
             self._outputs.outputs.beams[request_id] = request.group.search.results()
-        tokens: Sequence[int] = ()
-        if request.reviser is not None:  # nothing revises its last tokens any more
-            tokens = request.take_unsent(len(request.tokens) - request.prompt_tokens)
-        self._counters.output_tokens += len(tokens)
-        self._outputs.emit(request_id, tokens, reason, request.cached_tokens, error=error)
+        if request.reviser is None:
+            self._outputs.emit(request_id, (), reason, request.cached_tokens, error=error)
+        else:  # nothing revises its last tokens any more
+            end = len(request.tokens) - request.prompt_tokens
+            self._counters.output_tokens += self._outputs.emit_unsent(request, end, reason, error)
         self._drop(request)
 
     def _drop(self, request: Request) -> None:

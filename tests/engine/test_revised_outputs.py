@@ -9,6 +9,7 @@ from scheduler_harness import (
     Revising,
     expected_answer,
     expected_revised_answer,
+    log_prob,
     make_scheduler,
 )
 
@@ -19,7 +20,7 @@ from slipstream.engine.sampling_params import SamplingParams
 prompts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 events = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), prompts, st.integers(1, 30), st.booleans()),
+        st.tuples(st.just("add"), prompts, st.integers(1, 30), st.booleans(), st.booleans()),
         st.tuples(st.just("cancel"), st.integers(0, 30)),
         st.tuples(st.just("step"), st.integers(1, 6)),
     ),
@@ -28,18 +29,32 @@ events = st.lists(
 )
 
 
-def add(harness: Harness, request_id: int, prompt: list[int], most: int, revised: bool) -> None:
-    sampling = SamplingParams(max_tokens=most, end_ids=(END,))
+def add(
+    harness: Harness,
+    request_id: int,
+    prompt: list[int],
+    most: int,
+    revised: bool,
+    scored: bool = False,
+) -> None:
+    sampling = SamplingParams(max_tokens=most, end_ids=(END,), log_probs=scored)
     harness.scheduler.add(
         GenerateRequest(request_id, prompt, sampling), Revising() if revised else None
     )
 
 
-def expected(prompt: list[int], most: int, revised: bool) -> tuple[list[int], str]:
+def expected(prompt: list[int], most: int, revised: bool, scored: bool) -> tuple[list[int], str]:
     if revised:
         return expected_revised_answer(prompt, most)
     answer = expected_answer(prompt, most)
     return answer, "length" if len(answer) == most else "stop"
+
+
+def check_log_probs(harness: Harness, request_id: int, prompt: list[int]) -> None:
+    """Check that each token has the log-probability that follows from the final tokens before it."""
+    sent = harness.answers[request_id]
+    scores = [log_prob(prompt + sent[:place], token) for place, token in enumerate(sent)]
+    assert harness.log_probs[request_id] == scores
 
 
 @settings(max_examples=250, deadline=None)
@@ -65,7 +80,7 @@ def test_any_traffic_gives_the_revised_tokens_and_releases_every_block(
         host_slots=host_slots if reuse and window is None else 0,
     )
     harness = Harness(scheduler, depth)
-    submitted: dict[int, tuple[list[int], int, bool]] = {}
+    submitted: dict[int, tuple[list[int], int, bool, bool]] = {}
     cancelled = set()
     for event in story:
         if event[0] == "add":
@@ -83,6 +98,8 @@ def test_any_traffic_gives_the_revised_tokens_and_releases_every_block(
     for request_id, request in submitted.items():
         answer, reason = expected(*request)
         sent = harness.answers[request_id]
+        if request[3]:
+            check_log_probs(harness, request_id, request[0])
         if request_id in cancelled:
             # all that was sampled is sent, although its last tokens might have been revised
             assert harness.reasons[request_id] == "cancelled"
@@ -95,23 +112,21 @@ def test_any_traffic_gives_the_revised_tokens_and_releases_every_block(
     assert (stats.running, stats.waiting) == (0, 0)
 
 
+class Appending(Revising):
+    def revise(self, tokens, fixed):
+        return Revision([*tokens, 11, 12, 13], len(tokens))
+
+
+@pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_appended_tokens_cost_no_step(depth):
-    class Counting(Harness):
-        appended = 0
-
-    harness = Counting(make_scheduler(), depth)
-
-    class Appending(Revising):
-        def revise(self, tokens, fixed):
-            harness.appended += 3
-            return Revision([*tokens, 11, 12, 13], len(tokens))
-
-    sampling = SamplingParams(max_tokens=24)
+def test_appended_tokens_cost_no_step(depth, scored):
+    harness = Harness(make_scheduler(), depth)
+    sampling = SamplingParams(max_tokens=24, log_probs=scored)
     harness.scheduler.add(GenerateRequest(1, [1, 2, 0], sampling), Appending())
     harness.run_dry()
-    assert (len(harness.answers[1]), harness.appended) == (24, 18)
-    assert harness.device.steps == 6
+    assert len(harness.answers[1]) == 24
+    assert harness.answers[1][1:4] == harness.answers[1][-3:] == [11, 12, 13]
+    assert harness.device.steps == 6 + scored  # the scores of the last tokens take a step
     assert harness.scheduler.stats().output_tokens == 24
 
 
@@ -142,9 +157,6 @@ def test_tokens_are_sent_once_they_cannot_be_revised():
 @pytest.mark.parametrize(
     "more",
     [
-        {"log_probs": True},
-        {"top_log_probs": 2},
-        {"generation_logits": True},
         {"no_repeat_ngram": 2},
         {"bad_words": ((7, 8),)},
         {"logit_bias": ((3, -1.0),)},

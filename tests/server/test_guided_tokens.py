@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import pytest
 import text_samples
+import torch
 from hypothesis import example, given, settings
 from random_schemas import random_schema
-from run_engine import record_plans, run_all
+from run_engine import all_logits, record_plans, run_all
 from test_guided import build
 
 from slipstream.engine.constraints.guided import Guides
@@ -160,6 +161,32 @@ def test_answers_are_the_same_however_requests_are_run(byte_level_engine):
         found, stats = answer(requests, max_rows=8, **more)
         assert found == expected, way
         assert (stats.preemptions > 0) == (way == "preempted")
+
+
+def test_scores_are_those_of_the_final_tokens(byte_level_engine):
+    """Replaced and appended tokens have scores too, and scores do not change the answer."""
+    chance = random.Random(8)
+    prompt = load("byte_level")[0].encode("The quick brown fox")
+    plain = []
+    for index in range(6):
+        guide = Guide("json_schema", json.dumps(random_schema(chance)))
+        sampling = SamplingParams(max_tokens=120, temperature=1.0, seed=index, guide=guide)
+        plain.append(GenerateRequest(index, prompt, sampling))
+    more = {"log_probs": True, "top_log_probs": 2, "prompt_log_probs": True}
+    scored = [replace(r, sampling=replace(r.sampling, **more)) for r in plain]
+    settings = EngineSettings(dtype="float32", cache_tokens=4096)
+    expected = run_all(start_real_engine(str(byte_level_engine), settings), plain)
+    found = run_all(start_real_engine(str(byte_level_engine), settings), scored)
+    assert found == expected
+    assert found.reasons == expected.reasons
+    sequences = [prompt + found[index] for index in range(6)]
+    for index, logits in enumerate(all_logits(byte_level_engine, torch.float32, sequences)):
+        own = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        tokens = torch.tensor(found[index])
+        scores = own.gather(-1, tokens[:, None]).flatten().tolist()
+        assert found.log_probs[index] == pytest.approx(scores, abs=1e-3)
+        tops = [[token for token, _ in top] for top in found.top_log_probs[index]]
+        assert tops == own.topk(2).indices.tolist()
 
 
 def test_samples_of_one_prompt_follow_the_guide(byte_level_engine):

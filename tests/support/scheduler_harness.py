@@ -22,6 +22,11 @@ def next_token(history: list[int]) -> int:
     return (sum(history) * 31 + len(history) * 7) % VOCABULARY
 
 
+def log_prob(history: list[int], token: int) -> float:
+    """Return a log-probability of the fake model, which depends on all tokens before."""
+    return -((sum(history) * 7 + token * 13 + len(history)) % 101) / 10
+
+
 def expected_answer(prompt: list[int], max_tokens: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(max_tokens):
@@ -44,6 +49,9 @@ class Revising:
 
     def complete(self, tokens: list[int]) -> bool:
         return tokens[-1] == VOCABULARY - 1
+
+    def only(self, token: int) -> bytes:
+        return token.to_bytes(4, "little")
 
     def revise(self, tokens: list[int], fixed: int) -> Revision:
         revised = list(tokens)
@@ -114,7 +122,8 @@ class Device:
         self.steps += 1
         assert 0 < plan.tokens <= self.scheduler.step_tokens
         assert len(set(plan.rows)) == len(plan.rows)
-        result = StepResult(tokens=[])
+        log_probs: list[float] = []
+        result = StepResult(tokens=[], log_probs=log_probs)
         entries = zip(
             plan.rows, plan.positions, plan.counts, plan.samples, plan.drafts, strict=True
         )
@@ -126,7 +135,11 @@ class Device:
                 if self.sampling[row].beams:
                     index = len(result.tokens)
                     result.top_log_probs[index] = candidates(history, self.sampling[row].candidates)
-                result.tokens.append(next_token(history))
+                sample = place - (position + count - drafts)
+                only = plan.masks.get(row, b"")[4 * sample : 4 * sample + 4]
+                token = int.from_bytes(only, "little") if only else next_token(history)
+                result.tokens.append(token)
+                log_probs.append(log_prob(history, token))
             if samples:
                 drawn = result.tokens[-drafts - 1 :]
                 self.tokens[row][position + count - drafts :] = drawn
@@ -198,6 +211,7 @@ class Harness:
         self.answers: dict[int, list[int]] = {}
         self.beams: dict[int, list[Beam]] = {}
         self.reasons: dict[int, str] = {}
+        self.log_probs: dict[int, list[float]] = {}
 
     def step(self) -> None:
         plan = self.scheduler.plan()
@@ -213,11 +227,13 @@ class Harness:
         if outputs is None:
             return
         tokens = iter(outputs.tokens)
+        log_probs = iter(outputs.log_probs)
         for request_id, count, reason in zip(
             outputs.request_ids, outputs.token_counts, outputs.finish_reasons, strict=True
         ):
             assert request_id not in self.reasons, "no output after a request has finished"
             self.answers.setdefault(request_id, []).extend(itertools.islice(tokens, count))
+            self.log_probs.setdefault(request_id, []).extend(itertools.islice(log_probs, count))
             if reason:
                 self.reasons[request_id] = reason
         self.beams.update(outputs.beams)

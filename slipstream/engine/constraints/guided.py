@@ -148,6 +148,11 @@ class Guided:
         self._follow(tokens)
         return not self.error and self._matcher.is_accepting() and not self._next().any()
 
+    def only(self, token: int) -> bytes:
+        mask = np.zeros(self._vocabulary.mask_bytes // 4, dtype=np.uint32)
+        mask[token >> 5] = 1 << (token & 31)
+        return mask.tobytes()
+
     def revise(self, tokens: list[int], fixed: int) -> Revision:
         """Return the output in the tokens of the model's own tokenizer, followed by the tokens that
         the grammar forces. The first `fixed` tokens stay.
