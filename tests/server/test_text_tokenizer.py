@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from slipstream.server.text.folder import TokenizerError
+from slipstream.server.text.threads import THREAD_ABOVE_SIZE
 from slipstream.server.text.tokenizer import Tokenizer
 
 
@@ -52,6 +53,13 @@ def test_encode_equals_transformers(kind, text):
         if special and expected[:2] == [ours(kind).bos_id] * 2:
             expected = expected[1:]  # transformers adds a second BOS, which is wrong
         assert ours(kind).encode(text, special) == expected
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "gpt2_files", "llama2_json", "metaspace_unigram"])
+def test_long_texts_equal_transformers(kind):
+    text = "Hello world, 日本 🎉</s> naïve\n" * (THREAD_ABOVE_SIZE // 20)
+    expected = theirs(kind).encode(text, add_special_tokens=False)
+    assert ours(kind).encode(text, add_special_tokens=False) == expected
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece_bpe", "sentencepiece_unigram"])

@@ -101,9 +101,9 @@ class ReasoningCounter:
         mark = self.tokenizer.encode(self.reasoning.close, add_special_tokens=False)
         if len(mark) == 1 and mark[0] in tokens:
             return tokens.index(mark[0]) + 1
-        ends = range(len(tokens) + 1)
-        place = bisect_left(ends, True, key=lambda end: self._closes(tokens[:end]))
-        return min(place, len(tokens))
+        if not self._closes(tokens):
+            return len(tokens)
+        return bisect_left(range(len(tokens)), True, key=lambda end: self._closes(tokens[:end]))
 
     def _closes(self, tokens: Sequence[int]) -> bool:
         return self.reasoning.close in self._decode(tokens)

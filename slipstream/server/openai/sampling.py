@@ -82,7 +82,7 @@ def _read_allowed_tokens(fields: Fields, vocab_size: int) -> tuple[int, ...]:
         return ()
     if not given:
         raise field_error("allowed_token_ids", "must hold at least one token")
-    for token in given:
+    for token in (min(given), max(given)):
         check_bound("allowed_token_ids", token, Range(0, vocab_size - 1))
     return tuple(dict.fromkeys(given))
 

@@ -25,6 +25,7 @@ from slipstream.server.text.stream import (
     detokenizer_factory,
     spelling,
 )
+from slipstream.server.text.threads import THREAD_ABOVE_SIZE
 
 _GPT2_END = "<|endoftext|>"  # bos, eos and unk token of GPT-2, unless configured otherwise
 WORD_MARK = "▁"  # SentencePiece's space
@@ -133,7 +134,10 @@ class JsonBackend:
         return whole[:first], whole[first + size : second], whole[second + size :]
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) <= THREAD_ABOVE_SIZE:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # The library's `encode` holds the interpreter's lock, and so the event loop, to its end.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
