@@ -12,12 +12,13 @@ from dataclasses import replace
 import pytest
 import text_samples
 import torch
+from called_functions import GuidedText
 from hypothesis import example, given, settings
 from random_schemas import random_schema
 from run_engine import all_logits, record_plans, run_all
 from test_guided import build
 
-from slipstream.engine.constraints.guided import Guides
+from slipstream.engine.constraints.guided import Guided, Guides
 from slipstream.engine.constraints.vocabulary import LongestMatch, Vocabulary
 from slipstream.engine.messages import EngineStats
 from slipstream.engine.request import GenerateRequest
@@ -109,8 +110,37 @@ def test_forced_tokens_leave_out_what_a_longer_token_could_join():
     revision = guided.revise(start, 0)
     # `na` + `me` become `name`; the quote waits, because `":` might follow
     assert revision.tokens == [ids[b"{"], ids[b'"'], ids[b"name"]]
-    mask = int.from_bytes(guided.mask(revision.tokens), "little")
-    assert {text for text, token in ids.items() if mask >> token & 1} == {b'"', b'":'}
+    assert allowed(guided, revision.tokens) == {b'"', b'":'}
+
+
+def allowed(guided: Guided, tokens: list[int]) -> set[bytes]:
+    mask = int.from_bytes(guided.mask(tokens), "little")
+    return {text for token, text in enumerate(guided._vocabulary.texts) if mask >> token & 1}
+
+
+def test_white_space_that_the_tokenizer_joins_follows_only_where_nothing_else_can():
+    texts = [b"\n", b"\n\n", b" ", b"x", b'"']
+
+    def encode(text: str) -> list[int]:
+        return [texts.index(part.encode()) for part in re.findall("\n\n|.", text, re.DOTALL)]
+
+    guides = Guides(Vocabulary(texts, frozenset(), encode=encode))
+    free = guides.open(Guide("regex", "[\n x]{9}"), [])
+    assert allowed(free, [0]) == {b" ", b"x"}  # two line ends are one token
+    assert allowed(free, [3]) == {b"\n", b"\n\n", b" ", b"x"}
+    lines = guides.open(Guide("regex", "\n{2,3}x"), [])
+    assert lines.revise([0], 0).tokens == [1]
+    assert allowed(lines, [0]) == {b"\n", b"\n\n"}
+
+
+def test_json_has_a_space_or_a_line_end_with_indentation_between_its_parts():
+    guide = Guide("json_schema", json.dumps({"type": "array", "items": {"const": 1}}))
+    text = GuidedText(guide)
+    for written in ("[1,1]", "[ 1, 1 ]", "[\n  1,\n\t1\n]", "[\n" + 16 * " " + "1]"):
+        assert text.allows_each_letter(written), written
+        assert text.complete(written)
+    for cut in ("[\n\n", "[  ", "[\n" + 17 * " "):
+        assert not text.allows(cut), cut
 
 
 def guided_requests(chance: random.Random, count: int) -> list[SamplingOptions]:
