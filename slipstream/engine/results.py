@@ -117,14 +117,21 @@ class ResultHandler:
         self, request: Request, reviser: Reviser, token: int
     ) -> tuple[FinishReason | None, int]:
         """Append a token and revise the output; return the finish reason and the settled tokens."""
-        if token in request.sampling.end_ids:  # the end token itself is not part of the output
-            self._counters.output_tokens += 1
+        if token in request.sampling.end_ids:
+            self._append_end_token(request, token)
             return "stop", 0
         request.tokens.append(token)
         revised = _revise(request, reviser)
         if revised.tokens is not None:
             request.replace_output(revised.first, revised.tokens)
         return revised.reason, revised.settled
+
+    def _append_end_token(self, request: Request, token: int) -> None:
+        """Append the end token of a revised output, if it is part of it; count it otherwise."""
+        if request.sampling.include_end:
+            request.tokens.append(token)
+        else:
+            self._counters.output_tokens += 1
 
     def _append_scored(
         self,
@@ -149,11 +156,11 @@ class ResultHandler:
         if decided.tokens or decided.ending or known == len(sampled):
             return None if decided.tokens else decided.ending
         token = sampled[known]
+        decided.scores.append(_token_scores(result, index + known))
         if token in request.sampling.end_ids:
-            self._counters.output_tokens += 1
+            self._append_end_token(request, token)
             return "stop"
         request.tokens.append(token)
-        decided.scores.append(_token_scores(result, index + known))
         revised = _revise(request, reviser)
         decided.settled = revised.settled
         if revised.tokens is None:
@@ -254,7 +261,8 @@ def _revise(request: Request, reviser: Reviser) -> _Revised:
         if revised[place] in sampling.end_ids
     )
     end = next(ends, len(revised))
-    tokens = revised[first:end] if first < len(output) or first < end else None
+    kept = revised[: end + sampling.include_end]
+    tokens = kept[first:] if first < max(len(output), len(kept)) else None
     complete = request.constraint is not None and request.constraint.complete(revised)
     reason: FinishReason | None = "length" if end == sampling.max_tokens else None
     if end < len(revised) or complete:

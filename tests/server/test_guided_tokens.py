@@ -121,15 +121,15 @@ def allowed(guided: Guided, tokens: list[int]) -> set[bytes]:
 def test_white_space_that_the_tokenizer_joins_follows_only_where_nothing_else_can():
     texts = [b"\n", b"\n\n", b" ", b"x", b'"']
 
-    def encode(text: str) -> list[int]:
-        return [texts.index(part.encode()) for part in re.findall("\n\n|.", text, re.DOTALL)]
+    def encode(text: str) -> list[int] | None:
+        parts = [part.encode() for part in re.findall("\n\n|.", text, re.DOTALL)]
+        return [texts.index(part) for part in parts] if set(parts) <= set(texts) else None
 
     guides = Guides(Vocabulary(texts, frozenset(), encode=encode))
     free = guides.open(Guide("regex", "[\n x]{9}"), [])
     assert allowed(free, [0]) == {b" ", b"x"}  # two line ends are one token
     assert allowed(free, [3]) == {b"\n", b"\n\n", b" ", b"x"}
     lines = guides.open(Guide("regex", "\n{2,3}x"), [])
-    assert lines.revise([0], 0).tokens == [1]
     assert allowed(lines, [0]) == {b"\n", b"\n\n"}
 
 
@@ -217,6 +217,35 @@ def test_scores_are_those_of_the_final_tokens(byte_level_engine):
         assert found.log_probs[index] == pytest.approx(scores, abs=1e-3)
         tops = [[token for token, _ in top] for top in found.top_log_probs[index]]
         assert tops == own.topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("included", [False, True])
+def test_the_end_token_is_part_of_the_output_where_it_is_asked_for(
+    byte_level_engine, included, scored
+):
+    """The grammar allows the end after each letter, and a model of one choice takes it."""
+    tokenizer, _ = load("byte_level")
+    end = tokenizer.eos_id
+    sampling = SamplingParams(
+        max_tokens=30,
+        temperature=5.0,
+        seed=4,
+        guide=Guide("regex", "z+"),
+        end_ids=(end,),
+        include_end=included,
+        log_probs=scored,
+    )
+    loop = start_real_engine(
+        str(byte_level_engine), EngineSettings(dtype="float32", cache_tokens=4096)
+    )
+    found = run_all(loop, [GenerateRequest(1, tokenizer.encode("Say"), sampling)])
+    assert found.reasons[1] == "stop"
+    letters = found[1][:-1] if included else found[1]
+    assert set(tokenizer.decode(letters)) == {"z"}
+    assert (end in found[1]) == included
+    assert len(found.log_probs[1]) == len(found[1])
+    assert loop.stats().output_tokens == len(letters) + 1
 
 
 def test_samples_of_one_prompt_follow_the_guide(byte_level_engine):
