@@ -27,6 +27,7 @@ GUIDES = (
 )
 MODEL = "smollm2-135m"  # the model's name in the guides
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
+QUOTED = re.compile(r"(?<= )'[{][^']*'")  # a body, which may have several lines
 ADDRESS = re.compile(r"(?:localhost|127\.0\.0\.1):8000")
 
 
@@ -46,6 +47,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
         str(folder / "repo"),
         "--dtype",
         "float32",
+        "--embeddings",
+        "mean",
         "--trace-config",
         f"triton,file={folder / 'trace.json'}",
     )
@@ -67,7 +70,9 @@ def requests() -> list[tuple[str, str]]:
     found = []
     for guide in GUIDES:
         for block in blocks(guide, "console", ""):
-            lines = block.replace("\\\n", " ").splitlines()
+            lines = QUOTED.sub(
+                lambda quoted: quoted[0].replace("\n", " "), block.replace("\\\n", " ")
+            ).splitlines()
             found += [
                 (guide, line[line.index("curl") :])
                 for line in lines
@@ -91,6 +96,8 @@ def test_a_documented_request_is_answered(server: RealServer, guide: str, comman
         assert all(event["text_output"] for event in read_events(body))
     elif "/generate" in command:
         assert json.loads(body)["text_output"]
+    elif '"tools"' in command:
+        assert json.loads(body)["choices"][0]["message"]["tool_calls"]
     elif "/v1/chat" in command:
         assert json.loads(body)["choices"][0]["message"]["content"]
     elif "/v1/completions" in command:
@@ -99,6 +106,10 @@ def test_a_documented_request_is_answered(server: RealServer, guide: str, comman
         assert json.loads(body)["output"][0]["content"][0]["text"]
     elif "/v1/messages" in command:
         assert json.loads(body)["content"][0]["text"]
+    elif "/v1/embeddings" in command:
+        assert len(json.loads(body)["data"]) == 2
+    elif "/v1/rerank" in command:
+        assert len(json.loads(body)["results"]) == 2
 
 
 def send(server: RealServer, command: str) -> str:

@@ -75,6 +75,32 @@ def test_a_disconnected_clients_request_is_cancelled(serving):
     assert serving.client.completions.create(**CALL).usage.completion_tokens == 4
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"n": 2, "max_tokens": 400}),
+        ("/v1/responses", {"input": "Say", "max_output_tokens": 400}),
+        ("/v1/messages", {"max_tokens": 400}),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_no_route_goes_on_without_its_client(serving, path, fields, stream):
+    question = [{"role": "user", "content": "Say"}]
+    body = {"model": "chat", "stream": stream, "ignore_eos": True, "temperature": 0, **fields}
+    if "input" not in fields:
+        body["messages"] = question
+    before = serving.engine.stats.cancelled
+    with Connection(serving.port) as connection:
+        connection.send(request_bytes("POST", path, [], json.dumps(body).encode()))
+        if stream:
+            assert connection.head().status == 200
+            assert connection.chunk()
+        else:
+            wait_until(lambda: serving.engine.outstanding > 0)
+    wait_until(lambda: serving.engine.outstanding == 0)
+    wait_until(lambda: serving.engine.stats.cancelled > before)
+
+
 def test_a_model_that_is_not_decoupled_streams_on_openai_routes(serving, monkeypatch):
     monkeypatch.setattr(TextModel, "decoupled", False)
     whole = serving.client.completions.create(**{**CALL, "max_tokens": 60}).choices[0].text
