@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.engine.plan import StepResult
 from slipstream.engine.rows import Rows
-from slipstream.engine.sampling_params import SamplingParams
+from slipstream.engine.sampling_params import NO_TOKEN_LEFT, SamplingParams
 from slipstream.engine.transfer import list_to_device, to_device
 from slipstream.kernels import sampling
 
@@ -84,7 +84,7 @@ def to_result(sampled: Sampled) -> StepResult:
     for index, value in enumerate(sampled.best.tolist()):
         if not math.isfinite(value):
             result.errors[index] = (
-                "the request's parameters leave no token to choose"
+                NO_TOKEN_LEFT
                 if value == -math.inf
                 else "the model produced logits that are not finite"
             )

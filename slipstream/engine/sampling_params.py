@@ -10,6 +10,8 @@ EMBEDDING_KINDS = ("last", "mean", "weightedmean", "cls")
 POOLING_KINDS = (*EMBEDDING_KINDS, "score")
 # Lower temperatures count as 0: logits divided by them could overflow.
 MIN_TEMPERATURE = 1e-6
+# error of a request whose fields exclude every token: its bad words and its grammar, for example
+NO_TOKEN_LEFT = "the request's parameters leave no token to choose"
 
 
 @dataclass(frozen=True, slots=True)

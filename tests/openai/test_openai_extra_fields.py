@@ -338,6 +338,13 @@ def test_a_guide_that_nothing_satisfies_is_a_client_error(serving, fields, strea
     }
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_exclude_every_token_are_a_client_error(serving, stream):
+    with pytest.raises(openai.BadRequestError, match="leave no token to choose") as raised:
+        chat(serving, guided_choice=["a"], bad_words=["a"], stream=stream)
+    assert raised.value.type == "invalid_request_error"
+
+
 def test_a_guide_without_a_continuation_is_the_last_event_of_the_stream(serving):
     body = {
         "model": "ensemble",

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from slipstream.engine.constraints.guided import FIELD as GUIDE
+from slipstream.engine.sampling_params import NO_TOKEN_LEFT
 from slipstream.repository.config import ModelConfig, QueuePolicy
 from slipstream.repository.models import EngineModel
 from slipstream.server.engine_link.engine import (
@@ -386,8 +387,10 @@ def check_output(output: TextOutput, begun: bool, request: TextRequest) -> bool:
         raise Unavailable(output.error)
     if output.finish_reason == "error":
         adapter = request.adapter
-        is_clients = output.error.startswith(GUIDE) or (
-            adapter is not None and adapter.explains(output.error)
+        is_clients = (
+            output.error.startswith(GUIDE)
+            or output.error == NO_TOKEN_LEFT
+            or (adapter is not None and adapter.explains(output.error))
         )
         code = Code.INVALID_ARG if is_clients else Code.INTERNAL
         raise InferenceError(output.error or "the engine failed", code)
