@@ -71,7 +71,7 @@ class ResponseService:
         await self._calls.answer(exchange, self._read_call, CHAT)
 
     async def count_input_tokens(self, body: bytes, registry: ModelRegistry) -> bytes:
-        request = await in_thread_if_long(len(body), self._read_request, body, TENANT.get())
+        request = await self._read(body, TENANT.get())
         prepared = await _prepare(request, await find_model(registry, request.fields.model))
         count = {"object": "response.input_tokens", "input_tokens": len(prepared.text.prompt)}
         return msgspec.json.encode(count)
@@ -123,7 +123,7 @@ class ResponseService:
 
     async def _read_call(self, body: bytes, registry: ModelRegistry) -> Call:
         tenant = TENANT.get()
-        request = await in_thread_if_long(len(body), self._read_request, body, tenant)
+        request = await self._read(body, tenant)
         fields = request.fields
         prepared = await _prepare(request, await find_model(registry, fields.model))
         save = partial(self._save, tenant, request)
@@ -155,6 +155,11 @@ class ResponseService:
         requests = [infer_request(call.model, text, call.id) for text in call.texts]
         queued = self._background.start(replace(answers, requests=requests), writer, save)
         await exchange.respond(200, msgspec.json.encode(queued), JSON, ignored_header(call.ignored))
+
+    async def _read(self, body: bytes, tenant: str) -> ResponseRequest:
+        # A short body may name a long conversation by its id.
+        stored = self._store.bytes if b'id"' in body else 0
+        return await in_thread_if_long(len(body) + stored, self._read_request, body, tenant)
 
     def _read_request(self, body: bytes, tenant: str) -> ResponseRequest:
         fields, given = read_response_fields(body)
