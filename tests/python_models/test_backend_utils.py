@@ -6,7 +6,7 @@ import asyncio
 import json
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -299,8 +299,14 @@ class Control:
     def index(self, ready_only: bool = False) -> list[dict[str, str]]:
         return []
 
-    async def load(self, name: str, override: Mapping[str, Any] | None = None) -> None:
-        self.operations.append(("load", name, override))
+    async def load(
+        self,
+        name: str,
+        override: Mapping[str, Any] | None = None,
+        files: Mapping[PurePosixPath, bytes] | None = None,
+    ) -> None:
+        sent = {str(path): content for path, content in (files or {}).items()}
+        self.operations.append(("load", name, override, sent))
         if name == "broken":
             raise InferenceError("load failed", Code.INTERNAL)
 
@@ -313,7 +319,8 @@ async def test_a_model_loads_and_unloads_other_models(tmp_path: Path) -> None:
 pb_utils.load_model("other", config='{"max_batch_size": 2}')
 pb_utils.unload_model("other", unload_dependents=True)
 failures = []
-for order in (dict(model_name="broken"), dict(model_name="other", files={"file:1/model.py": b"pass"})):
+pb_utils.load_model("other", config="{}", files={"file:1/model.py": b"pass"})
+for order in (dict(model_name="broken"), dict(model_name="other", files={"file:../x.py": b"pass"})):
     try: pb_utils.load_model(**order)
     except pb_utils.TritonModelException as error: failures.append(str(error))
 return [pb_utils.is_model_ready("examiner"), pb_utils.is_model_ready("nope"), *failures]
@@ -335,14 +342,16 @@ return [pb_utils.is_model_ready("examiner"), pb_utils.is_model_ready("nope"), *f
             True,
             False,
             "load failed",
-            "failed to load 'other', failed to poll from model repository",
+            "the file 'file:../x.py' is outside of the model's folder; give a relative path without "
+            "'..', such as 'file:1/model.py'",
         ]
     finally:
         await model.close()
     assert control.operations == [
-        ("load", "other", {"max_batch_size": 2}),
+        ("load", "other", {"max_batch_size": 2}, {}),
         ("unload", "other", True),
-        ("load", "broken", None),
+        ("load", "other", {}, {"1/model.py": b"pass"}),
+        ("load", "broken", None, {}),
     ]
 
 

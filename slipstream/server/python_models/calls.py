@@ -160,6 +160,9 @@ class Calls:
             value = await self._perform(control)
         except InferenceError as failure:
             error = ErrorFrame(failure.message, failure.code.name)
+        except Exception as failure:  # the model waits for an answer
+            logger.exception("%s of '%s' failed:", control.action, control.name)
+            error = ErrorFrame(f"{control.action} failed: {failure}", Code.INTERNAL.name)
         await self._send(ControlAnswer(control.call, value, error))
 
     async def _perform(self, control: Control) -> float:
