@@ -1,6 +1,7 @@
 """What guided decoding costs and what it gains, on the default model.
 
     python benchmarks/guided.py [MODEL] [--dtype float32] [--device cpu] [--rounds 5]
+    python benchmarks/guided.py --shape llama3-8b --rows 32    # on a GPU: the slow-down only
 
 - Examples: the tokens, model steps and log-probability of a guided answer. The limit of the tokens
   is the tokenizer's own encoding of the text, that of the steps one step for each such token.
@@ -19,8 +20,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from slipstream.engine.constraints.constraints import Constraints
 from slipstream.engine.loop import EngineLoop, LaunchedStep
 from slipstream.engine.plan import StepPlan
 from slipstream.engine.request import GenerateRequest
@@ -29,6 +33,7 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.process import start_real_engine
 from slipstream.llm import engine_folder
 from slipstream.server.text.tokenizer import Tokenizer
+from slipstream.server.text.vocabulary import read_vocabulary
 
 TEXT = {"type": "string"}
 NUMBER = {"type": "integer"}
@@ -235,6 +240,19 @@ def show_slow_down(loop: EngineLoop, tokenizer: Tokenizer, rounds: int, rows: in
     print(f"{rows} free and {rows} guided: {statistics.median(ratios):.3f} ({spread}), limit 1.03")
 
 
+def random_engine(shape: str, folder: Path, rows: int) -> EngineLoop:
+    """Return an engine with random weights of a shape of gpu.py, and the tokenizer in `folder`."""
+    from gpu import SHAPES, random_tensors
+
+    from slipstream.engine.start import create_engine
+
+    spec = SHAPES[shape]
+    settings = EngineSettings(max_rows=rows, reuse=False, max_sequence_tokens=2304)
+    loop = create_engine(spec, random_tensors(spec), settings, spec.max_positions)
+    loop.constraints = Constraints(partial(read_vocabulary, folder, spec.vocab_size))
+    return loop
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -244,9 +262,13 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each kind (default: 5)")
     parser.add_argument("--rows", type=int, default=8, help="free requests (default: 8)")
+    parser.add_argument("--shape", help="measure the slow-down on random weights of this shape")
     options = parser.parse_args()
     folder = engine_folder(options.model, options.dtype, None)
     tokenizer = Tokenizer.load(folder)
+    if options.shape:
+        loop = random_engine(options.shape, folder, 2 * options.rows)
+        return show_slow_down(loop, tokenizer, options.rounds, options.rows)
     loop = start_real_engine(
         str(folder),
         EngineSettings(

@@ -97,6 +97,7 @@ class EngineLoop:
             except StepFailed as failure:
                 self.scheduler.abandon(plan, str(failure))
         elif not self._in_flight:
+            self.scheduler.wait_for_revisions(_IDLE_SECONDS)
             self.constraints.wait(_IDLE_SECONDS)
             if self.adapters is not None:
                 self.adapters.wait(_IDLE_SECONDS)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from slipstream.engine.beams.group import BeamGroup
+from slipstream.engine.constraints.revisions import Revised, Revisions, revise
 from slipstream.engine.constraints.vocabulary import common_length
 from slipstream.engine.outputs import OutputBuffer
 from slipstream.engine.plan import StepResult
@@ -28,12 +29,17 @@ class ResultHandler:
         counters: Counters,
         finish: Callable[..., None],
         drop: Callable[[Request], None],
+        revisions: Revisions | None = None,
     ) -> None:
-        """finish: ends a request and sends its end; drop: releases what a finished request holds"""
+        """finish: ends a request and sends its end; drop: releases what a finished request holds
+
+        revisions: revises outputs in threads; None: at once.
+        """
         self._outputs = outputs
         self._counters = counters
         self._finish = finish
         self._drop = drop
+        self._revisions = revisions
         self.now = 0.0  # when the result being applied arrived
 
     def apply_token(self, request: Request, result: StepResult, index: int) -> None:
@@ -76,6 +82,9 @@ class ResultHandler:
             request.stats.record_token(self.now)
             self._finish(request, "stop")
             return
+        if self._revisions is not None and self._may_wait(request, result.tokens[index]):
+            self._revisions.start(request, result.tokens[index])
+            return
         sampled = _before_first_error(result, index, 1 + drafts)
         count = count_accepted(sampled, request.draft_tokens)
         request.pending -= 1 + drafts
@@ -94,6 +103,22 @@ class ResultHandler:
             request.finish(reason)
             self._drop(request)
 
+    def _may_wait(self, request: Request, token: int) -> bool:
+        """Return whether a token of a revised output may be applied in a later step."""
+        if request.reviser is None or request.decided is not None:
+            return False
+        return token not in request.sampling.end_ids
+
+    def apply_revised(self, request: Request, token: int, revised: Revised) -> None:
+        """Apply a token with what a thread has made of the output that ends with it."""
+        request.pending -= 1
+        request.stats.record_token(self.now)
+        request.tokens.append(token)
+        change = _change(request, revised)
+        if change.tokens is not None:
+            request.replace_output(change.first, change.tokens)
+        self._send_settled(request, change.reason, change.settled)
+
     def _apply_revised(
         self, request: Request, reviser: Reviser, result: StepResult, index: int, sampled: list[int]
     ) -> None:
@@ -103,6 +128,10 @@ class ResultHandler:
         else:
             reason = self._append_scored(request, reviser, request.decided, result, index, sampled)
             settled = request.decided.settled
+        self._send_settled(request, reason, settled)
+
+    def _send_settled(self, request: Request, reason: FinishReason | None, settled: int) -> None:
+        """Send the first `settled` tokens of an output, or all of it with its finish reason."""
         output = len(request.tokens) - request.prompt_tokens
         if reason:
             request.finish(reason)
@@ -241,33 +270,37 @@ def _append_tokens(request: Request, tokens: list[int]) -> tuple[list[int], Fini
     return taken, None
 
 
-class _Revised(NamedTuple):
+class _Change(NamedTuple):
     first: int  # output tokens that stay
     tokens: list[int] | None  # the tokens after them; None: the output stays as it is
     reason: FinishReason | None  # how the output then ends
     settled: int  # first output tokens that never change
 
 
-def _revise(request: Request, reviser: Reviser) -> _Revised:
-    """Return what a reviser makes of a request's output."""
+def _revise(request: Request, reviser: Reviser) -> _Change:
+    """Return what a reviser changes of a request's output."""
+    output = request.tokens[request.prompt_tokens :]
+    return _change(request, revise(request, reviser, output, request.sent))
+
+
+def _change(request: Request, revised: Revised) -> _Change:
+    """Return what a revision changes of a request's output."""
     sampling = request.sampling
     output = request.tokens[request.prompt_tokens :]
-    revision = reviser.revise(output, request.sent)
-    revised = revision.tokens[: sampling.max_tokens]
-    first = common_length(output, revised)
+    found = revised.revision.tokens
+    first = common_length(output, found)
     ends = (
         place
-        for place in range(max(first, sampling.min_tokens), len(revised))
-        if revised[place] in sampling.end_ids
+        for place in range(max(first, sampling.min_tokens), len(found))
+        if found[place] in sampling.end_ids
     )
-    end = next(ends, len(revised))
-    kept = revised[: end + sampling.include_end]
+    end = next(ends, len(found))
+    kept = found[: end + sampling.include_end]
     tokens = kept[first:] if first < max(len(output), len(kept)) else None
-    complete = request.constraint is not None and request.constraint.complete(revised)
     reason: FinishReason | None = "length" if end == sampling.max_tokens else None
-    if end < len(revised) or complete:
+    if end < len(found) or revised.complete:
         reason = "stop"
-    return _Revised(first, tokens, reason, revision.settled)
+    return _Change(first, tokens, reason, revised.revision.settled)
 
 
 def _token_scores(result: StepResult, place: int) -> TokenScores:

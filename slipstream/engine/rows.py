@@ -17,7 +17,7 @@ from slipstream.engine.blocks import NULL_BLOCK
 from slipstream.engine.plan import RowStart, StepPlan
 from slipstream.engine.request import PromptTable
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.engine.transfer import to_device
+from slipstream.engine.transfer import PinnedBuffers, to_device
 
 # the token whose embedding is looked up, and then replaced, where a prompt has a table's token
 _PLACEHOLDER = 0
@@ -133,6 +133,7 @@ class Rows:
         self.pages: list[tuple[int, ...]] = [()] * max_rows
         # row → one bit for each token that it may sample in this step
         self.masks: dict[int, bytes] = {}
+        self.mask_buffers = PinnedBuffers()
 
     def in_prompt(self, plan: StepPlan) -> bool:
         """Return whether a row computes a prompt token that has scores, is pooled or comes from a

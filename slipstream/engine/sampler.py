@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.engine.plan import StepResult
 from slipstream.engine.rows import Rows
 from slipstream.engine.sampling_params import NO_TOKEN_LEFT, SamplingParams
-from slipstream.engine.transfer import list_to_device, to_device
+from slipstream.engine.transfer import list_to_device
 from slipstream.kernels import sampling
 
 TopTokens = tuple[int, Tensor, Tensor]  # (sample, tokens [n], log-probabilities [n])
@@ -167,10 +167,13 @@ def _apply_masks(logits: Tensor, rows: list[int], state: Rows) -> None:
             bits = np.unpackbits(excluded, count=logits.shape[-1], bitorder="little")
             np.putmask(logits[index].numpy(), bits.view(bool), -np.inf)
         return
+    words = np.empty((len(chosen), 1 + len(masks[0])), dtype=np.int32)
+    words[:, 0] = chosen
+    np.stack(masks, out=words[:, 1:])
+    copied = state.mask_buffers.to_device(words, logits.device)
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    words = to_device(np.stack(masks), logits.device)
-    allowed = (words[:, :, None] >> shifts & 1).view(len(chosen), -1)[:, : logits.shape[-1]]
-    where = list_to_device(chosen, logits.device)
+    allowed = (copied[:, 1:, None] >> shifts & 1).view(len(chosen), -1)[:, : logits.shape[-1]]
+    where = copied[:, 0].long()
     logits[where] = logits[where].masked_fill(allowed == 0, -math.inf)
 
 

@@ -18,6 +18,7 @@ from slipstream.engine.beams.group import BeamGroup, apply_decisions
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.cache.window import Window
 from slipstream.engine.capacity import Capacity
+from slipstream.engine.constraints.revisions import Revisions
 from slipstream.engine.messages import EngineStats, StepOutputs
 from slipstream.engine.outputs import OutputBuffer
 from slipstream.engine.plan import StepPlan, StepResult, add_entry, remove_request
@@ -50,7 +51,9 @@ class Scheduler:
         lookup_tokens: int = 0,
         adapters: AdapterCache | None = None,
         window: Window | None = None,
+        revision_threads: int = 0,
     ) -> None:
+        """revision_threads: threads that revise outputs beside the steps; 0: no threads"""
         self.blocks = blocks
         # Without chunks a whole prompt must fit one step.
         self.step_tokens = step_tokens if chunked else max(step_tokens, max_sequence_tokens)
@@ -73,7 +76,10 @@ class Scheduler:
         self._with_deadline = 0  # live requests that have a deadline
         self._counters = Counters()
         self._queue_times = QueueTimes(clock)
-        self._results = ResultHandler(self._outputs, self._counters, self._finish, self._drop)
+        self._revisions = Revisions(revision_threads) if revision_threads else None
+        self._results = ResultHandler(
+            self._outputs, self._counters, self._finish, self._drop, self._revisions
+        )
 
     # --- requests arrive and leave ---
 
@@ -133,8 +139,15 @@ class Scheduler:
 
     # --- a step ---
 
+    def wait_for_revisions(self, seconds: float) -> None:
+        """Wait until all outputs are revised, or for this long."""
+        if self._revisions is not None:
+            self._revisions.wait(seconds)
+
     def plan(self) -> StepPlan | None:
         """Return the next plan, or None when no live request can compute anything now."""
+        if self._revisions:
+            self._apply_revised(self._revisions)
         if self._with_deadline:
             self._expire()
         self._counters.begin_step()
@@ -193,6 +206,14 @@ class Scheduler:
                     results.apply_token(request, result, index)
             if samples:
                 index += 1 + drafts
+
+    def _apply_revised(self, revisions: Revisions) -> None:
+        """Apply the outputs that threads have revised."""
+        if len(revisions) >= len(self._manager.running):
+            revisions.wait()  # a plan for a few of them would leave the others behind
+        self._results.now = self._clock()
+        for request, token, revised in revisions.take_ready():
+            self._results.apply_revised(request, token, revised)
 
     def abandon(self, plan: StepPlan, error: str) -> None:
         """Handle a plan that was not carried out: the request with the most tokens in it fails, and
@@ -393,6 +414,8 @@ class Scheduler:
         same token, because a draw depends on seed and position only.
         """
         self._counters.preemptions += 1
+        if self._revisions is not None:
+            self._revisions.stop(request)
         for member in _members(request):
             remove_request(plan, member)
             self._manager.release(member)
@@ -432,6 +455,8 @@ class Scheduler:
         """Release everything that a finished request holds. Its hashed blocks stay in the cache."""
         request_id = request.submitted.request_id
         del self._live[request_id]
+        if self._revisions is not None:
+            self._revisions.forget(request)
         if request.sampling.timing:
             self._outputs.outputs.timings[request_id] = to_timing(request.stats)
         self._with_deadline -= request.submitted.deadline is not None

@@ -43,6 +43,10 @@ _WARM_UP_TOKENS = 1024
 
 Progress = Callable[[int, int], None]
 
+# One thread for the masks of guided requests: the matchers of a grammar share a lock, and a thread
+# that waits for it stops all others. On a CPU it would take a core from the model.
+_REVISION_THREADS = 1
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
@@ -196,6 +200,7 @@ def _create_scheduler(
         lookup_tokens=settings.lookup_tokens,
         adapters=adapters,
         window=Window.from_rules((layer.rule for layer in model.layers), sizes.longest),
+        revision_threads=_REVISION_THREADS if sizes.device.type == "cuda" else 0,
     )
 
 

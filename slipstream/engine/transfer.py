@@ -26,3 +26,29 @@ def list_to_device(
     """
     array = np.array(values)
     return to_device(array.astype(np.float32) if array.dtype == np.float64 else array, device)
+
+
+class PinnedBuffers:
+    """Pinned memory for one array that is copied to the device in each step.
+
+    Pinning new memory costs about as much as a step of a small model. A buffer is used again when
+    the steps that read it are over: fewer steps are in flight than there are buffers.
+    """
+
+    _COUNT = 4
+
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.int32) for _ in range(self._COUNT)]
+        self._next = 0
+
+    def to_device(self, array: np.ndarray, device: torch.device) -> Tensor:
+        """Copy an int32 array to the device without waiting."""
+        index = self._next
+        self._next = (index + 1) % self._COUNT
+        if self._buffers[index].numel() < array.size:
+            self._buffers[index] = torch.empty(
+                2 * array.size, dtype=torch.int32, pin_memory=device.type == "cuda"
+            )
+        buffer = self._buffers[index][: array.size].view(array.shape)
+        buffer.numpy()[:] = array
+        return buffer.to(device, non_blocking=True)

@@ -1,5 +1,7 @@
 """Outputs that a constraint revises: tokens it replaces and appends, on plain Python objects."""
 
+import threading
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,9 +69,10 @@ def check_log_probs(harness: Harness, request_id: int, prompt: list[int]) -> Non
     st.integers(17, 30),
     st.sampled_from([None, Window(7), Window(9, 5)]),
     st.sampled_from([0, 8]),
+    st.sampled_from([0, 2]),
 )
 def test_any_traffic_gives_the_revised_tokens_and_releases_every_block(
-    story, policy, reuse, chunked, depth, blocks, window, host_slots
+    story, policy, reuse, chunked, depth, blocks, window, host_slots, threads
 ):
     scheduler = make_scheduler(
         blocks=blocks,
@@ -78,6 +81,7 @@ def test_any_traffic_gives_the_revised_tokens_and_releases_every_block(
         chunked=chunked,
         window=window,
         host_slots=host_slots if reuse and window is None else 0,
+        revision_threads=threads,
     )
     harness = Harness(scheduler, depth)
     submitted: dict[int, tuple[list[int], int, bool, bool]] = {}
@@ -118,9 +122,9 @@ class Appending(Revising):
 
 
 @pytest.mark.parametrize("scored", [False, True])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_appended_tokens_cost_no_step(depth, scored):
-    harness = Harness(make_scheduler(), depth)
+@pytest.mark.parametrize(("depth", "threads"), [(1, 0), (2, 0), (2, 1)])
+def test_appended_tokens_cost_no_step(depth, threads, scored):
+    harness = Harness(make_scheduler(revision_threads=threads), depth)
     sampling = SamplingParams(max_tokens=24, log_probs=scored)
     harness.scheduler.add(GenerateRequest(1, [1, 2, 0], sampling), Appending())
     harness.run_dry()
@@ -141,6 +145,27 @@ def test_blocks_of_revised_outputs_are_reused_with_their_final_tokens(prompt):
     assert harness.answers[2] == expected_answer(longer, 5)
     # tokens that were appended at the end are not computed
     assert harness.scheduler.stats().cached_prompt_tokens >= (len(longer) - 12) // 4 * 4
+
+
+def test_free_requests_do_not_wait_for_revisions():
+    released = threading.Event()
+
+    class Slow(Revising):
+        def revise(self, tokens, fixed):
+            assert released.wait(60)
+            return super().revise(tokens, fixed)
+
+    harness = Harness(make_scheduler(revision_threads=1), depth=2)
+    sampling = SamplingParams(max_tokens=20, end_ids=(END,))
+    harness.scheduler.add(GenerateRequest(1, [1, 2, 0], sampling), Slow())
+    add(harness, 2, [2], 12, revised=False)
+    while 2 not in harness.reasons:
+        harness.step()
+    assert harness.answers[2] == expected_answer([2], 12)
+    assert 1 not in harness.reasons
+    released.set()
+    harness.run_dry()
+    assert (harness.answers[1], harness.reasons[1]) == expected_revised_answer([1, 2, 0], 20)
 
 
 def test_tokens_are_sent_once_they_cannot_be_revised():
