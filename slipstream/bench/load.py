@@ -95,8 +95,8 @@ class Load:
     """Sends requests until it is closed or they run out.
 
     `workers` requests are in flight, or with `waits`, a request is sent after each of these times
-    in seconds. `mark` returns the time at which a window begins or ends, in nanoseconds. It is first
-    called before the first request.
+    in seconds. `mark` returns the time at which a window begins or ends, in nanoseconds. Its first
+    call comes before the first request.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The messages between server and engine, as plain data. No torch here.
 
-Server to engine: `GenerateRequest`, `Cancel`, `StatsPeriod`, `Shutdown`. Engine to server: one `EngineInfo` when
-the engine is ready, then one `StepOutputs` per step (parallel lists, not objects) and regular
-`EngineStats`.
+Server to engine: `GenerateRequest`, `Cancel`, `StatsPeriod`, `Shutdown`. Engine to server: one
+`EngineInfo` when the engine is ready, then one `StepOutputs` per step (parallel lists, not objects)
+and regular `EngineStats`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# last: the state of the last token; mean, weightedmean: of all tokens, the latter with weights 1, 2,
-# ...; cls: of the first token; score: of the last one, through the model's score layer
+# last: the state of the last token; mean, weightedmean: of all tokens, the latter with weights
+# 1, 2, ...; cls: of the first token; score: of the last one, through the model's score layer
 EMBEDDING_KINDS = ("last", "mean", "weightedmean", "cls")
 POOLING_KINDS = (*EMBEDDING_KINDS, "score")
 # Lower temperatures count as 0: logits divided by them could overflow.

@@ -20,7 +20,7 @@ from slipstream.server.anthropic.writer import Content
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.openai.parts import CallArguments, CallStart, Reasoning
+from slipstream.server.openai.answers.parts import CallArguments, CallStart, Reasoning
 from slipstream.server.services import create_app, create_context
 
 QUESTION: Any = [{"role": "user", "content": "Hello there"}]

@@ -8,7 +8,7 @@ from command_line import run_cli
 from slipstream.cli import start as start_module
 from slipstream.cli.start import REASONING_PARSERS
 from slipstream.server import lifecycle
-from slipstream.server.openai.reasoning import REASONING_FORMATS
+from slipstream.server.openai.answers.reasoning import REASONING_FORMATS
 from slipstream.server.text.chat import ChatOptions
 
 

@@ -15,11 +15,11 @@ from called_functions import MESSAGES, TOOLS, GuidedText, check_read, read_parts
 from slipstream.engine.constraints.guided import GuideError, Guides, check_guide
 from slipstream.engine.constraints.vocabulary import LongestMatch, Vocabulary
 from slipstream.engine.sampling_params import Guide
+from slipstream.server.openai.answers.grammar import NO_FRAME, Frame
+from slipstream.server.openai.answers.harmony import HarmonyReader
+from slipstream.server.openai.answers.parts import CallStart, PartReader
 from slipstream.server.openai.errors import ApiError
 from slipstream.server.openai.fields import ChatFields
-from slipstream.server.openai.grammar import NO_FRAME, Frame
-from slipstream.server.openai.harmony import HarmonyReader
-from slipstream.server.openai.parts import CallStart, PartReader
 from slipstream.server.openai.tools import call_formats
 from slipstream.server.openai.tools.call_formats import CallFormat, find_format
 from slipstream.server.openai.tools.call_grammar import CallRules
@@ -108,7 +108,7 @@ def test_the_grammar_allows_the_answer_and_enforces_its_calls(name, special):
 
 
 def channel_frame_of(ids: dict[str, int]) -> Frame:
-    from slipstream.server.openai.harmony import channel_frame
+    from slipstream.server.openai.answers.harmony import channel_frame
 
     class Tokens:
         special_ids = frozenset(ids.values())

@@ -21,17 +21,17 @@ from tokenizers import Tokenizer as TokenizerFile
 
 from slipstream.engine.constraints.guided import Guides
 from slipstream.server.models.text_model import find_text_models
-from slipstream.server.openai.answer_format import find_answer_format
-from slipstream.server.openai.fields import ChatFields
-from slipstream.server.openai.harmony import AnalysisCounter, HarmonyReader, shown_ids
-from slipstream.server.openai.parts import PlainReader
-from slipstream.server.openai.reasoning import (
+from slipstream.server.openai.answers.format import find_answer_format
+from slipstream.server.openai.answers.harmony import AnalysisCounter, HarmonyReader, shown_ids
+from slipstream.server.openai.answers.parts import PlainReader
+from slipstream.server.openai.answers.reasoning import (
     REASONING_FORMATS,
     ReasoningCounter,
     ReasoningReader,
     ReasoningStart,
     find_reasoning,
 )
+from slipstream.server.openai.fields import ChatFields
 from slipstream.server.openai.tools import call_formats
 from slipstream.server.openai.tools.call_reader import CallReader
 from slipstream.server.openai.tools.request import read_tools

@@ -15,7 +15,7 @@ from response_calls import chatted, respond
 
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.kserve.access import Access
-from slipstream.server.openai.parts import CallArguments, CallStart, Reasoning
+from slipstream.server.openai.answers.parts import CallArguments, CallStart, Reasoning
 from slipstream.server.openai.responses import background
 from slipstream.server.openai.responses.items import read_input
 from slipstream.server.openai.responses.output import Output

@@ -11,8 +11,8 @@ from slipstream.engine.constraints.guided import Guided, Guides
 from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.sampling_params import Guide
 from slipstream.server.engine_link.engine import TextOutput
+from slipstream.server.openai.answers.parts import CallArguments, CallStart, PartReader, Reasoning
 from slipstream.server.openai.models import OpenAIModel
-from slipstream.server.openai.parts import CallArguments, CallStart, PartReader, Reasoning
 
 MESSAGES: Any = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {

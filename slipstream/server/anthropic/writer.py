@@ -14,11 +14,11 @@ import msgspec
 from slipstream.server.anthropic.errors import error_body, new_request_id
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.models.generation_outputs import Completion
+from slipstream.server.openai.answers.parts import CallArguments, CallStart, Part, Reasoning
 from slipstream.server.openai.calls import Document
 from slipstream.server.openai.chat import PreparedChat
 from slipstream.server.openai.errors import ApiError
 from slipstream.server.openai.generation import CallAnswers
-from slipstream.server.openai.parts import CallArguments, CallStart, Part, Reasoning
 
 # Key of the text of a block, and the type and key of the events with its pieces.
 _DELTAS = {

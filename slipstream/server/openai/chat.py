@@ -13,16 +13,8 @@ from slipstream.request_fields.field import LARGEST_INT
 from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.models.generation_outputs import Completion
-from slipstream.server.openai.answer_format import AnswerFormat, find_answer_format
-from slipstream.server.openai.calls import Call, Document
-from slipstream.server.openai.choices import ChoicesWriter, token_report
-from slipstream.server.openai.errors import ApiError, field_error
-from slipstream.server.openai.fields import ChatFields, read_fields
-from slipstream.server.openai.generation import CountTokens, finish_reason
-from slipstream.server.openai.guides import read_guide
-from slipstream.server.openai.log_probs import ScoredTokens, chat_log_probs
-from slipstream.server.openai.models import OpenAIModel, find_model
-from slipstream.server.openai.parts import (
+from slipstream.server.openai.answers.format import AnswerFormat, find_answer_format
+from slipstream.server.openai.answers.parts import (
     CallArguments,
     CallStart,
     Part,
@@ -31,6 +23,14 @@ from slipstream.server.openai.parts import (
     ToolCall,
     WholeMessage,
 )
+from slipstream.server.openai.calls import Call, Document
+from slipstream.server.openai.choices import ChoicesWriter, token_report
+from slipstream.server.openai.errors import ApiError, field_error
+from slipstream.server.openai.fields import ChatFields, read_fields
+from slipstream.server.openai.generation import CountTokens, finish_reason
+from slipstream.server.openai.guides import read_guide
+from slipstream.server.openai.log_probs import ScoredTokens, chat_log_probs
+from slipstream.server.openai.models import OpenAIModel, find_model
 from slipstream.server.openai.prompts import chat_tokens
 from slipstream.server.openai.sampling import (
     build_text_request,

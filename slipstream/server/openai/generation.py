@@ -137,7 +137,7 @@ def _drop_tokens(output: TextOutput) -> None:
 
 
 def _mean_log_prob(choice: Completion) -> float:
-    """Return the mean log-probability of an answer's tokens. An empty answer is the least likely."""
+    """Return the mean log-probability of an answer's tokens. An empty answer has the least."""
     return sum(choice.log_probs) / len(choice.log_probs) if choice.log_probs else -math.inf
 
 

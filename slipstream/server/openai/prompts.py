@@ -85,7 +85,7 @@ def read_template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _effort_variables(fields: ChatFields, variables: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables with reasoning_effort. "none" turns thinking off, where templates can."""
+    """Return the variables with reasoning_effort. "none" turns thinking off."""
     effort = fields.reasoning_effort
     if effort is None:
         return variables

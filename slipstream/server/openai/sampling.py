@@ -60,7 +60,7 @@ def read_top_log_probs(name: str, value: int | None) -> int:
 
 
 def read_prompt_log_probs(fields: Fields) -> int | None:
-    """Return how many of the most likely tokens to report for each prompt token. None: no scores."""
+    """Return how many likely tokens to report for each prompt token; None: no scores."""
     count = fields.prompt_logprobs
     if count is None:
         return None

@@ -114,7 +114,7 @@ def _before_mark(rendered: str, mark: str) -> str:
 
 
 def encode_chat(tokenizer: Tokenizer, rendered: str, add_special_tokens: bool = False) -> list[int]:
-    """Return the tokens of a rendered conversation, which usually has its special tokens already."""
+    """Return the tokens of a rendered conversation, which usually has special tokens already."""
     return tokenizer.encode(rendered, add_special_tokens)
 
 

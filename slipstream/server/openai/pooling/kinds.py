@@ -36,7 +36,8 @@ def embedding_rule(model: OpenAIModel, default: str) -> EmbeddingRule:
     declared = engine.engine_config.pooling
     if engine.engine_config.spec.labels:
         raise ApiError(
-            f"The model '{model.id}' is a classifier and has no embeddings. Use /v1/rerank or /score",
+            f"The model '{model.id}' is a classifier and has no embeddings. "
+            "Use /v1/rerank or /score",
             "model",
         )
     configured = default or engine.embedding_pooling
@@ -46,7 +47,8 @@ def embedding_rule(model: OpenAIModel, default: str) -> EmbeddingRule:
         reason = declared.problem if declared is not None else ""
         raise ApiError(
             f"The model '{model.id}' does not declare how to compute embeddings"
-            f"{': ' + reason if reason else ''}. Start the server with --embeddings last (or mean), "
+            f"{': ' + reason if reason else ''}. "
+            "Start the server with --embeddings last (or mean), "
             "or set the parameter embedding_pooling in the config.pbtxt of its engine",
             "model",
         )

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.server.openai.answers.parts import CallArguments, CallStart, Part, Reasoning
 from slipstream.server.openai.calls import Document
-from slipstream.server.openai.parts import CallArguments, CallStart, Part, Reasoning
 from slipstream.server.openai.responses.items import Item, new_id
 
 # The type of an event and its fields, without the sequence number.

@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.engine.constraints.guided import GuideError, check_counts, check_guide, compose
 from slipstream.engine.sampling_params import Guide
-from slipstream.server.openai.grammar import ANY_TEXT, Frame, regex_literal, spell
+from slipstream.server.openai.answers.grammar import ANY_TEXT, Frame, regex_literal, spell
 from slipstream.server.openai.tools import xml_calls
 from slipstream.server.openai.tools.call_formats import CallFormat
 

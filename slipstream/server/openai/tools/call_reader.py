@@ -10,8 +10,13 @@ import re
 import secrets
 import string
 
-from slipstream.server.openai.part_stream import Steps, StreamReader, match_literal, partial_mark
-from slipstream.server.openai.parts import CallArguments, CallStart
+from slipstream.server.openai.answers.part_stream import (
+    Steps,
+    StreamReader,
+    match_literal,
+    partial_mark,
+)
+from slipstream.server.openai.answers.parts import CallArguments, CallStart
 from slipstream.server.openai.tools.call_formats import CallFormat
 from slipstream.server.openai.tools.json_scanner import JsonScanner
 

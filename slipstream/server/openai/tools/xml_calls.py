@@ -14,8 +14,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.server.openai.part_stream import Steps, partial_mark
-from slipstream.server.openai.parts import CallArguments
+from slipstream.server.openai.answers.part_stream import Steps, partial_mark
+from slipstream.server.openai.answers.parts import CallArguments
 from slipstream.server.openai.tools.call_formats import CallFormat
 from slipstream.server.openai.tools.call_reader import CallReader
 

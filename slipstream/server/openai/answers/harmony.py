@@ -14,9 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from slipstream.server.openai.grammar import ANY_TEXT, Frame, regex_literal, special_ids, spell
-from slipstream.server.openai.part_stream import Steps, StreamReader, partial_mark
-from slipstream.server.openai.parts import CallArguments, CallStart, Part, Reasoning
+from slipstream.server.openai.answers.grammar import (
+    ANY_TEXT,
+    Frame,
+    regex_literal,
+    special_ids,
+    spell,
+)
+from slipstream.server.openai.answers.part_stream import Steps, StreamReader, partial_mark
+from slipstream.server.openai.answers.parts import CallArguments, CallStart, Part, Reasoning
 from slipstream.server.openai.tools.call_formats import HARMONY
 from slipstream.server.openai.tools.call_reader import new_call_id
 from slipstream.server.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import re
 from collections.abc import Generator, Iterator
 from typing import TypeVar
 
-from slipstream.server.openai.parts import Part
+from slipstream.server.openai.answers.parts import Part
 
 Result = TypeVar("Result")
 # Steps of a reader: each yields a part, or None where it needs more text.

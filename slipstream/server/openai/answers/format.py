@@ -7,23 +7,23 @@ from dataclasses import dataclass, replace
 
 from slipstream.engine.constraints.guided import compose
 from slipstream.engine.sampling_params import Guide
-from slipstream.server.openai.generation import CountTokens
-from slipstream.server.openai.grammar import NO_FRAME, Frame, special_ids
-from slipstream.server.openai.harmony import (
+from slipstream.server.openai.answers.grammar import NO_FRAME, Frame, special_ids
+from slipstream.server.openai.answers.harmony import (
     AnalysisCounter,
     HarmonyReader,
     channel_frame,
     shown_ids,
     uses_channels,
 )
-from slipstream.server.openai.parts import PartReader, PlainReader
-from slipstream.server.openai.reasoning import (
+from slipstream.server.openai.answers.parts import PartReader, PlainReader
+from slipstream.server.openai.answers.reasoning import (
     ReasoningCounter,
     ReasoningReader,
     find_reasoning,
     reasoning_frame,
     reasoning_start,
 )
+from slipstream.server.openai.generation import CountTokens
 from slipstream.server.openai.tools.call_grammar import CallRules
 from slipstream.server.openai.tools.call_reader import CallReader
 from slipstream.server.openai.tools.request import ToolUse

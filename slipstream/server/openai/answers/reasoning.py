@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 
-from slipstream.server.openai.grammar import ANY_TEXT, Frame, regex_literal, special_ids, spell
-from slipstream.server.openai.part_stream import Steps, StreamReader, partial_mark
-from slipstream.server.openai.parts import PartReader, Reasoning
+from slipstream.server.openai.answers.grammar import (
+    ANY_TEXT,
+    Frame,
+    regex_literal,
+    special_ids,
+    spell,
+)
+from slipstream.server.openai.answers.part_stream import Steps, StreamReader, partial_mark
+from slipstream.server.openai.answers.parts import PartReader, Reasoning
 from slipstream.server.text.tokenizer import Tokenizer
 
 # Tokens at the end of a prompt that show whether the answer starts within reasoning.
