@@ -19,7 +19,7 @@ from slipstream.server.services import create_app
 
 GENERATE = "/v2/models/ensemble/generate"
 CANARY = json.dumps({"text_input": "canary 🐤 ", "max_tokens": 150, "stream": True}).encode()
-COUNTS = "expected number of inputs between 2 and 25 but got"
+COUNTS = "expected number of inputs between 2 and 26 but got"
 PARSING = "failed to parse the request JSON buffer: "
 IN_ENSEMBLE = "in ensemble 'ensemble', "
 
