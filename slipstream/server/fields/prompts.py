@@ -70,7 +70,7 @@ async def conversation_tokens(
 def _parse_messages(name: str, text: str, template: str) -> list[dict[str, Any]]:
     try:
         messages = msgspec.json.decode(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, msgspec.DecodeError) as error:
         raise MessageError(name, f"{_EXPECTED}; it is not valid JSON: {error}") from error
     if not isinstance(messages, list):
         raise MessageError(name, _EXPECTED)

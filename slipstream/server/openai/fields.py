@@ -275,7 +275,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
     """Return the members of a JSON object. `null` means not given."""
     try:
         document = msgspec.json.decode(body)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, msgspec.DecodeError) as error:
         raise ApiError(f"The body is not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise ApiError("The body must be a JSON object")
