@@ -81,6 +81,7 @@ class Field:
     help: str  # meaning, for the documentation
 
     _: dataclasses.KW_ONLY
+    triton_bound: Range | None = None  # on Triton's protocols, if it differs from `bound`
     note: str = ""  # values, for the documentation; empty: derived from `bound`
     unsupported_reason: str = ""  # empty: this server supports the field
 

@@ -122,6 +122,7 @@ _TOKEN_CHOICE = (
         "FP32",
         _FRACTION,
         "Sample from the most likely tokens whose probabilities reach this sum.",
+        triton_bound=Range(high=1.0),  # as upstream, where 0 and less mean "not sent"
         engine="runtime_top_p",
         openai="top_p",
         conflicts=(BEAM_SEARCH,),

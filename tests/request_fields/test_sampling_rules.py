@@ -71,7 +71,9 @@ def test_the_table_gives_the_default_temperature() -> None:
         assert PROTOCOLS[protocol]({"top_p": 0.9}).temperature == float(cell), protocol
 
 
-def test_a_top_p_of_0_is_as_if_it_was_not_sent_on_tritons_protocols() -> None:
-    assert triton({"top_p": 0.0}).greedy
-    assert triton({"top_p": 0.0, "top_k": 5}).top_p == 1.0
-    assert table().keys() == {*EXAMPLES, "`top_p` 0", "default of `temperature`"}
+@pytest.mark.parametrize("top_p", [0.0, -1.0])
+def test_a_top_p_of_0_or_less_is_as_if_it_was_not_sent_on_tritons_protocols(top_p: float) -> None:
+    assert triton({"top_p": top_p}).greedy
+    assert triton({"top_p": top_p, "top_k": 5}).top_p == 1.0
+    rows = {*EXAMPLES, "`top_p` 0 (Triton: or less)", "default of `temperature`"}
+    assert table().keys() == rows

@@ -56,8 +56,7 @@ def sampling(**fields: object) -> SamplingParams:
         ("max_tokens", -5, "max_tokens must be > 0, got -5"),
         ("min_length", -1, "min_length must be >= 0, got -1"),
         ("top_k", -1, "top_k must be >= 0, got -1"),
-        ("top_p", 1.5, "top_p must be at least 0 and at most 1, got 1.5"),
-        ("top_p", -0.1, "top_p must be at least 0 and at most 1, got -0.1"),
+        ("top_p", 1.5, "top_p must be <= 1, got 1.5"),
         ("temperature", -1.0, "temperature must be >= 0, got -1.0"),
         ("temperature", math.nan, "temperature must be a finite number, got nan"),
         ("temperature", math.inf, "temperature must be a finite number, got inf"),
@@ -176,6 +175,8 @@ def test_every_input_of_the_templates_is_in_the_table() -> None:
     [
         ({}, True, 0.0, 0, 1.0),
         ({"top_k": 0, "top_p": 0.0}, True, 0.0, 0, 1.0),
+        ({"temperature": 0.7, "top_p": -1.0}, True, 0.0, 0, 1.0),
+        ({"temperature": 0.7, "top_k": 40, "top_p": -1.0}, False, 0.7, 40, 1.0),
         ({"temperature": 0.0, "top_p": 0.9}, True, 0.0, 0, 0.9),
         ({"temperature": 0.7}, True, 0.0, 0, 1.0),
         ({"temperature": 1.0, "random_seed": 3}, True, 0.0, 0, 1.0),

@@ -170,10 +170,11 @@ def _check(name: str, given: FieldValue) -> None:
     field = FIELDS.get(name)
     if field is None:
         raise InferenceError(f"{given.name} is not supported by this server", Code.UNSUPPORTED)
-    if isinstance(field.bound, Range):
-        _check_numbers(field.bound, given)
-    elif isinstance(field.bound, Words):
-        _check_words(field.bound, given)
+    bound = field.triton_bound or field.bound
+    if isinstance(bound, Range):
+        _check_numbers(bound, given)
+    elif isinstance(bound, Words):
+        _check_words(bound, given)
     elif field.unsupported_reason and _asks_for_something(given):
         raise InferenceError(
             f"{given.name} is not supported by this server: {field.unsupported_reason}",
@@ -273,7 +274,8 @@ def sampling_params(fields: RequestFields, encode_word: EncodeWord) -> SamplingP
     if "seed" not in values:
         values["seed"] = secrets.randbits(64)
     values["temperature"] = triton_temperature(values)
-    values["top_p"] = values.get("top_p") or 1.0  # 0 means off, too
+    if values.get("top_p", 0.0) <= 0.0:
+        values["top_p"] = 1.0  # off
     end_id = fields.integer("end_id", NEVER)
     return SamplingParams(
         **values,
