@@ -24,6 +24,27 @@ from slipstream.kernels import sampling
 TopTokens = tuple[int, Tensor, Tensor]  # (sample, tokens [n], log-probabilities [n])
 
 
+class Likeliest(NamedTuple):
+    """The likeliest tokens of many samples, as the GPU's kernels report them."""
+
+    # index of a result → (sample, number of tokens to report)
+    samples: dict[int, tuple[int, int]]
+    # float32 [samples, 2, n]: tokens by their bits, and their log-probabilities, in no order
+    top: Tensor
+
+    def to_lists(self) -> dict[int, list[tuple[int, float]]]:
+        """Return the tokens with their log-probabilities of each result, the likeliest first."""
+        found = self.top.numpy()[[sample for sample, _ in self.samples.values()]]
+        order = np.argsort(-found[:, 1], axis=1, kind="stable")
+        tokens = np.take_along_axis(found[:, 0].view(np.int32), order, axis=1).tolist()
+        values = np.take_along_axis(found[:, 1], order, axis=1).tolist()
+        lists = {}
+        for place, (index, (_, count)) in enumerate(self.samples.items()):
+            pairs = zip(tokens[place][:count], values[place][:count], strict=True)
+            lists[index] = list(pairs)
+        return lists
+
+
 class Sampled(NamedTuple):
     tokens: Tensor  # [samples] int64
     # [samples]: the largest logit of each row; not finite when no token is allowed
@@ -32,12 +53,21 @@ class Sampled(NamedTuple):
     top: list[TopTokens]
     # (sample, the model's own logits [vocab]) if they are requested
     raw: Sequence[tuple[int, Tensor]] = ()
+    likeliest: Likeliest | None = None
 
 
-def sample(logits: Tensor, rows: list[int], lengths: list[int], state: Rows) -> Sampled:
+def sample(
+    logits: Tensor,
+    rows: list[int],
+    lengths: list[int],
+    state: Rows,
+    batch_invariant: bool = False,
+) -> Sampled:
     """Sample a token for each of `rows`. `lengths`: the number of tokens that each row knows.
 
     logits: [samples, vocab], may be overwritten
+    batch_invariant: draw for each row by itself. Which of equal logits are among the top k or the
+    top p depends on the shape of the call.
     """
     if all_plain(rows, state):
         best, tokens = sampling.likeliest(logits)
@@ -59,7 +89,8 @@ def sample(logits: Tensor, rows: list[int], lengths: list[int], state: Rows) -> 
     _penalise(logits, rows, lengths, parameters, state)
     _apply_masks(logits, rows, state)
     best, tokens = logits.max(dim=-1)
-    _draw(logits, tokens, parameters, lengths, _top_p(rows, lengths, parameters, state))
+    top_p = _top_p(rows, lengths, parameters, state)
+    _draw(logits, tokens, parameters, lengths, top_p, batch_invariant)
     log_probs, top = _log_probs(raw_log_probs, tokens, parameters)
     for index in searching:
         values, ids = logits[index].topk(parameters[index].candidates)
@@ -79,6 +110,8 @@ def to_result(sampled: Sampled) -> StepResult:
         result.log_probs = sampled.log_probs.tolist()
     for index, tokens, log_probs in sampled.top:
         result.top_log_probs[index] = list(zip(tokens.tolist(), log_probs.tolist(), strict=True))
+    if sampled.likeliest is not None:
+        result.top_log_probs |= sampled.likeliest.to_lists()
     for index, logits in sampled.raw:
         result.generation_logits[index] = logits.cpu().numpy().tobytes()
     for index, value in enumerate(sampled.best.tolist()):
@@ -227,13 +260,15 @@ def _draw(
     parameters: list[SamplingParams],
     lengths: list[int],
     top_p: Tensor | None,
+    batch_invariant: bool,
 ) -> None:
     """Replace the likeliest tokens of the rows that sample by drawn ones."""
     drawn = [index for index, p in enumerate(parameters) if not p.greedy]
     narrowed = [index for index in drawn if parameters[index].narrows]
     free = [index for index in drawn if not parameters[index].narrows]
-    if narrowed:
-        _draw_narrowed(logits, tokens, narrowed, parameters, lengths, top_p)
+    for chosen in [[index] for index in narrowed] if batch_invariant else [narrowed]:
+        if chosen:
+            _draw_narrowed(logits, tokens, chosen, parameters, lengths, top_p)
     if free:
         _draw_from_all(logits, tokens, free, parameters, lengths)
 

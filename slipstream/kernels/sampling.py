@@ -39,11 +39,6 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest logit of each row and its token: the first of equals; nan if the row has a
     nan. logits: [rows, vocab]
     """
-    if logits.device.type == "cuda":
-        # imported here: a CPU installation has no Triton
-        from slipstream.kernels.gpu.step import likeliest as on_gpu
-
-        return on_gpu(logits)
     best, tokens = logits.max(dim=-1)
     return best, tokens
 
@@ -86,11 +81,14 @@ def draw_narrowed(
     # On a GPU, checking whether the first tokens suffice would synchronise: sorting all is faster.
     first = _FIRST_TOKENS if logits.device.type == "cpu" else vocab
     width = min(widest or first, vocab)
-    values, tokens = scaled.topk(width, dim=-1)  # largest first
+    # largest first, with one more, which shows whether the last kept one has equals
+    values, tokens = scaled.topk(min(width + 1, vocab), dim=-1)
     kept, reached = _keep(values, top_k, top_p, min_p, total)
     if width < vocab and not widest and not bool((reached | ~by_p_alone).all()):
         values, tokens = scaled.sort(dim=-1, descending=True)
         kept, _ = _keep(values, top_k, top_p, min_p, total)
+    if logits.device.type == "cpu":
+        _keep_first_of_equals(scaled, values, tokens, kept)
     values = values.masked_fill(~kept, float("-inf"))
     if typical_p is not None:
         values = values.masked_fill(~keep_typical(values, typical_p), float("-inf"))
@@ -133,6 +131,20 @@ def _keep(
     kept = kept & (probability >= min_p * probability[:, :1])
     kept[:, 0] = True
     return kept, cumulative[:, -1:] >= top_p
+
+
+def _keep_first_of_equals(scaled: Tensor, values: Tensor, tokens: Tensor, kept: Tensor) -> None:
+    """Of tokens with equal logits at the limit, keep those with the lowest ids, by changing
+    `tokens`. Which of them `topk` returns depends on its width, so on the other rows of the batch.
+    """
+    count = kept.sum(dim=-1, keepdim=True)  # the kept values are the first ones
+    limit = values.gather(-1, count - 1)
+    following = values.gather(-1, count.clamp(max=values.shape[-1] - 1))
+    ambiguous = (following == limit) & (count < values.shape[-1])
+    for row in ambiguous.flatten().nonzero().flatten().tolist():
+        places = (kept[row] & (values[row] == limit[row])).nonzero().flatten()
+        equal = (scaled[row] == limit[row]).nonzero().flatten()
+        tokens[row, places] = equal[: len(places)]
 
 
 def _mix_32(x: Tensor) -> Tensor:

@@ -388,20 +388,6 @@ def test_8_bit_weights_with_16_bit_activations(quantised, tokens):
     assert close(got.float(), expected, 5e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", [50, 4096, 70001])
-def test_likeliest(dtype, vocab):
-    torch.manual_seed(0)
-    logits = torch.randn(3, vocab).to(dtype)
-    logits[1, 17] = logits[1, 31] = 100.0
-    logits[2, 40] = float("nan")
-    best, tokens = gpu_step.likeliest(logits.to(DEVICE))
-    twin_best, twin_tokens = logits[:2].float().max(dim=-1)
-    assert torch.equal(best[:2].cpu(), twin_best)
-    assert tokens[:2].tolist() == [int(twin_tokens[0]), 17], "the first of equals"
-    assert best[2].isnan()
-
-
 def test_step_inputs_and_write_back():
     tokens = torch.arange(40).view(4, 10).clone()
     tables = torch.tensor([[0, 0], [5, 6], [7, 8], [9, 3]], dtype=torch.int32)

@@ -191,6 +191,22 @@ def test_draws_with_typical_p_follow_transformers(top_k, top_p, min_p):
     assert statistic < freedom + 5 * math.sqrt(2 * max(freedom, 1)) + 1e-9
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 1.0), (0, 0.4), (200, 0.5)])
+def test_other_rows_do_not_change_which_of_equal_logits_are_kept(top_k, top_p):
+    logits = torch.zeros(40, 3000)
+    logits[:, 700:1300] = 4.0  # 600 equal logits; a part of them is kept
+    alone = [
+        draw(logits[:1], *columns(1, top_k=top_k, top_p=top_p), keys([seed])).item()
+        for seed in range(40)
+    ]
+    _, k, p, _ = parameters = columns(40, top_k=top_k, top_p=top_p)
+    for neighbour in ((900, 1.0), (0, 0.99)):
+        k[1::2], p[1::2] = neighbour
+        together = draw(logits, *parameters, keys([seed // 2 for seed in range(40)]))
+        assert together[::2].tolist() == alone[:20]
+    assert max(alone) < 700 + 300  # those with the lowest ids
+
+
 def test_noise_is_finite_for_every_token_of_a_large_vocabulary():
     """One hash in 2**24 used to give infinite noise, so that a token was drawn at random."""
     tokens = torch.arange(50_000)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.engine.gpu.sampling_rows import SamplingRows
 from slipstream.engine.gpu.step_arrays import EMPTY, StaticStepArrays, StepArrays, decode_plan
 from slipstream.engine.rows import Rows
 from slipstream.kernels.adapters import AdapterPages
@@ -21,7 +22,9 @@ from slipstream.kernels.gpu.adapters import GpuStepAdapters, decode_tiles
 from slipstream.kernels.gpu.attention import GpuAttention
 from slipstream.kernels.gpu.decode_chunks import CHUNK_FIELDS, ResidentCtas, cut_chunks, max_chunks
 from slipstream.kernels.gpu.linear import fastest_blas_library
-from slipstream.kernels.gpu.step import likeliest, step_inputs, write_back
+from slipstream.kernels.gpu.prefill_tiles import single_tokens
+from slipstream.kernels.gpu.sampling.table import Drawn
+from slipstream.kernels.gpu.step import step_inputs, write_back
 from slipstream.model.transformer import Step, Transformer
 
 
@@ -101,8 +104,7 @@ class DecodeOutputs(NamedTuple):
     """What a decode step leaves in static memory."""
 
     logits: Tensor  # [rows, vocab]
-    best: Tensor  # [rows]: the largest logit of each row
-    tokens: Tensor  # [rows]: the token of that logit
+    drawn: Drawn  # the tokens of the rows, which are already written to them
 
 
 class CapturedDecode(NamedTuple):
@@ -138,12 +140,14 @@ class DecodeGraphs:
         model: Transformer,
         cache: Tensor,
         rows: Rows,
+        sampling: SamplingRows,
         block_tokens: int,
         resident_ctas: ResidentCtas,
     ) -> None:
         self.model = model
         self.cache = cache
         self.rows = rows
+        self.sampling = sampling
         self.block_tokens = block_tokens
         self.resident_ctas = resident_ctas
         self._graphs: dict[int, CapturedDecode] = {}
@@ -161,6 +165,11 @@ class DecodeGraphs:
             self._graphs[size] = self._capture(size)
             progress(done + 1)
 
+    def run_all(self, largest: int) -> None:
+        """Run the steps that `capture` captures."""
+        for size in batch_sizes(largest):
+            self._run(self._buffers(size), None)
+
     def captured_size(self, rows: int) -> int | None:
         """Return the smallest captured batch size for this many rows, or None."""
         return min((size for size in self._graphs if size >= rows), default=None)
@@ -171,7 +180,7 @@ class DecodeGraphs:
         positions: list[int],
         adapters: tuple[AdapterPages, Tensor] | None = None,
     ) -> DecodeOutputs:
-        """Run a decode step. The likeliest tokens are already written to the rows.
+        """Run a decode step. The drawn tokens are already written to the rows.
 
         `adapters`: where a row has one, the pages and the table of each row's pages.
         """
@@ -183,33 +192,39 @@ class DecodeGraphs:
         captured.buffers.fill(rows, positions)
         captured.graph.replay()
         count = len(rows)
-        logits, best, tokens = captured.outputs
-        return DecodeOutputs(logits[:count], best[:count], tokens[:count])
+        logits, drawn = captured.outputs
+        return DecodeOutputs(logits[:count], Drawn(*(values[:count] for values in drawn)))
 
     def _capture(
         self, size: int, adapters: tuple[AdapterPages, Tensor] | None = None
     ) -> CapturedDecode:
-        kv_heads = self.model.spec.kv_heads
-        buffers = DecodeBuffers(
-            size, kv_heads, self.resident_ctas, self.rows.padding_row, self.rows.device
-        )
-        buffers.fill([], [])
+        buffers = self._buffers(size)
         added = None if adapters is None else GpuStepAdapters(*adapters, decode_tiles(buffers.rows))
         graph, outputs = record(lambda: self._run(buffers, added), size, self.pool)
         self.pool = self.pool or graph.pool()
         return CapturedDecode(graph, buffers, added, outputs)
 
+    def _buffers(self, size: int) -> DecodeBuffers:
+        kv_heads = self.model.spec.kv_heads
+        buffers = DecodeBuffers(
+            size, kv_heads, self.resident_ctas, self.rows.padding_row, self.rows.device
+        )
+        buffers.fill([], [])
+        return buffers
+
     def _run(self, buffers: DecodeBuffers, adapters: GpuStepAdapters | None) -> DecodeOutputs:
         ids, slots = step_inputs(
             buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens
         )
+        invariant = self.model.options.deterministic
         attention = GpuAttention(
             self.rows.tables,
             self.block_tokens,
             self.resident_ctas,
             buffers.size,
-            buffers.plan,
-            None,
+            None if invariant else buffers.plan,
+            single_tokens(buffers.rows, buffers.positions) if invariant else None,
+            batch_invariant=invariant,
         )
         step = Step(
             token_ids=ids,
@@ -221,6 +236,7 @@ class DecodeGraphs:
             logits=None if self.logits is None else self.logits[: buffers.size],
         )
         logits = self.model(step, self.cache)
-        best, tokens = likeliest(logits)
-        write_back(buffers.rows, buffers.lengths, tokens, self.rows.tokens)
-        return DecodeOutputs(logits, best, tokens)
+        logits = logits.float()  # no copy of float32
+        drawn = self.sampling.sample(logits, buffers.rows, buffers.lengths, self.rows.tokens)
+        write_back(buffers.rows, buffers.lengths, drawn.tokens, self.rows.tokens)
+        return DecodeOutputs(logits, drawn)

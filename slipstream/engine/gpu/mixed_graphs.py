@@ -149,14 +149,24 @@ class MixedGraphs:
 
     def capture(self, pool: Any, progress: Callable[[int], None]) -> None:
         """Capture all sizes. `pool`: memory of other graphs, which never run at the same time."""
-        largest = max(size.decodes for size in SIZES)
-        shape = (largest + MAX_PREFILLS, self.model.spec.vocab_size)
-        logits = torch.empty(shape, dtype=torch.float32, device=self.rows.device)
+        logits = self._new_logits()
         for done, size in enumerate(reversed(SIZES)):
             self._graphs[size] = self._capture(size, pool, logits)
             progress(done + 1)
 
-    def _capture(self, size: MixedSize, pool: Any, logits: Tensor) -> CapturedMixed:
+    def run_all(self) -> None:
+        """Run the steps that `capture` captures."""
+        logits = self._new_logits()
+        for size in SIZES:
+            self._run(self._buffers(size), logits[: size.decodes + MAX_PREFILLS])
+
+    def _new_logits(self) -> Tensor:
+        """Return memory for the logits of every graph."""
+        largest = max(size.decodes for size in SIZES)
+        shape = (largest + MAX_PREFILLS, self.model.spec.vocab_size)
+        return torch.empty(shape, dtype=torch.float32, device=self.rows.device)
+
+    def _buffers(self, size: MixedSize) -> MixedBuffers:
         buffers = MixedBuffers(
             size.decodes,
             size.tokens,
@@ -167,6 +177,10 @@ class MixedGraphs:
         )
         nothing = np.zeros(0, dtype=np.int64)
         buffers.fill(nothing, nothing, nothing, nothing)
+        return buffers
+
+    def _capture(self, size: MixedSize, pool: Any, logits: Tensor) -> CapturedMixed:
+        buffers = self._buffers(size)
         graph, result = record(
             lambda: self._run(buffers, logits[: size.decodes + MAX_PREFILLS]),
             size.decodes + size.tokens,

@@ -13,6 +13,7 @@ from slipstream.engine import pooling, sampler, scores
 from slipstream.engine.cache.host_cache import HostCache
 from slipstream.engine.gpu.graphs import DecodeGraphs, batch_sizes
 from slipstream.engine.gpu.mixed_graphs import SIZES, MixedGraphs
+from slipstream.engine.gpu.sampling_rows import SamplingRows
 from slipstream.engine.gpu.step_arrays import (
     EMPTY,
     StepArrays,
@@ -34,6 +35,7 @@ from slipstream.kernels.gpu.decode_attention import fits_one_warp
 from slipstream.kernels.gpu.decode_chunks import count_resident_ctas, cut_chunks
 from slipstream.kernels.gpu.launch import power_of_two
 from slipstream.kernels.gpu.prefill_tiles import LARGE_TILES_FROM, cut_tiles, use_large_tiles
+from slipstream.kernels.gpu.sampling.table import Drawn
 from slipstream.kernels.gpu.step import step_inputs, write_back
 from slipstream.kernels.gpu.unpacked_kv import UnpackedKv, plan_unpacking, unpacking_pays
 from slipstream.model.transformer import Step, Transformer
@@ -67,6 +69,9 @@ class GpuHandle:
             self._top = [
                 (index, _to_host(tokens), _to_host(values)) for index, tokens, values in sampled.top
             ]
+            self._likeliest = sampled.likeliest
+            if self._likeliest is not None:
+                self._likeliest = self._likeliest._replace(top=_to_host(self._likeliest.top))
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -75,7 +80,11 @@ class GpuHandle:
             return StepResult(tokens=[], prompt_scores=self._prompt_scores())
         self._event.synchronize()
         moved = self._sampled._replace(
-            tokens=self._tokens, best=self._best, log_probs=self._log_probs, top=self._top
+            tokens=self._tokens,
+            best=self._best,
+            log_probs=self._log_probs,
+            top=self._top,
+            likeliest=self._likeliest,
         )
         result = sampler.to_result(moved)
         result.prompt_scores = self._prompt_scores()
@@ -102,9 +111,12 @@ class GpuRunner:
         )
         self.resident_ctas = count_resident_ctas(model.device, one_warp)
         self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
+        self.sampling = SamplingRows(max_rows + 1, model.spec.vocab_size, model.device)
         self.cache = model.new_cache((total_blocks + 1) * block_tokens)  # with the null block
         self.host: HostCache | None = None  # host memory for evicted blocks
-        self.graphs = DecodeGraphs(model, self.cache, self.rows, block_tokens, self.resident_ctas)
+        self.graphs = DecodeGraphs(
+            model, self.cache, self.rows, self.sampling, block_tokens, self.resident_ctas
+        )
         self.mixed = MixedGraphs(model, self.cache, self.rows, block_tokens, self.resident_ctas)
         self.adapters: AdapterPages | None = None  # None until the first adapter is loaded
         # [rows, 1 + pages]: the number of pages of a row's adapter, then the pages
@@ -121,6 +133,13 @@ class GpuRunner:
         self.graphs.capture(largest, lambda done: progress(done, total))
         if mixed:
             self.mixed.capture(self.graphs.pool, lambda done: progress(decodes + done, total))
+
+    @torch.inference_mode()
+    def run_captured_steps(self, largest: int) -> None:
+        """Run the steps that `capture` captures, without capturing them."""
+        self.graphs.run_all(largest)
+        if self.model.options.mixed_graphs:
+            self.mixed.run_all()
 
     def launch(self, plan: StepPlan) -> GpuHandle:
         # Blocks move even where the step then fails: the scheduler knows them by their new place.
@@ -143,9 +162,12 @@ class GpuRunner:
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> GpuHandle:
         self.rows.apply(plan)
+        self.sampling.apply(plan)
         if self.adapters is not None:
             self._write_row_pages(self.adapters, plan)
         decodes = max(plan.counts) == 1 and all(plan.samples) and not self.rows.in_prompt(plan)
+        if self.model.options.deterministic and self._has_adapter(plan.rows):
+            decodes = False  # single tokens have other kernels for adapters than prompts
         if decodes and self.graphs.captured_size(len(plan.rows)) is not None:
             return self._replay(plan)
         return self._run(plan)
@@ -160,12 +182,8 @@ class GpuRunner:
         ):
             adapters = (self.adapters, self._row_pages)
         outputs = self.graphs.replay(plan.rows, plan.positions, adapters)
-        if sampler.all_plain(plan.rows, self.rows):
-            return GpuHandle(sampler.Sampled(outputs.tokens, outputs.best, None, []))
         lengths = [position + 1 for position in plan.positions]
-        sampled = sampler.sample(outputs.logits, plan.rows, lengths, self.rows)
-        self._write_back(plan.rows, lengths, sampled.tokens)
-        return GpuHandle(sampled)
+        return GpuHandle(self._finish(outputs.drawn, outputs.logits, plan.rows, lengths))
 
     def _run(self, plan: StepPlan) -> GpuHandle:
         """Run a step that is not a decode step."""
@@ -182,8 +200,11 @@ class GpuRunner:
         if selection.samples is not None:
             logits = logits[to_device(selection.samples, self.model.device)]
         sampled_rows, lengths = sampling_places(plan, step.order)
-        sampled = sampler.sample(logits, sampled_rows, lengths, self.rows)
-        self._write_back(sampled_rows, lengths, sampled.tokens)
+        logits = logits.float()
+        row, length = pack([np.array(sampled_rows), np.array(lengths)], self.model.device)
+        drawn = self.sampling.sample(logits, row, length, self.rows.tokens)
+        write_back(row, length, drawn.tokens, self.rows.tokens)
+        sampled = self._finish(drawn, logits, sampled_rows, lengths)
         return GpuHandle(_in_plan_order(sampled, step.order, plan), prompts, pooled)
 
     def _forward(
@@ -231,10 +252,11 @@ class GpuRunner:
         embeddings: tuple[Tensor, Tensor] | None,
     ) -> Step:
         """Return the model's input for a step. Rows with one new token come first."""
-        decodes = int((counts == 1).sum())
+        invariant = self.model.options.deterministic
+        decodes = 0 if invariant else int((counts == 1).sum())
         several = slice(decodes, None)
         longest = int((positions + counts)[several].max(initial=0))
-        large_tiles = use_large_tiles(
+        large_tiles = not invariant and use_large_tiles(
             longest, self.model.dtype, self.model.spec.head_size, self.model.device
         )
         unpacked = self._unpacked_kv(rows[several], positions[several], counts[several])
@@ -243,6 +265,7 @@ class GpuRunner:
             positions,
             counts,
             logit_tokens,
+            decodes,
             large_tiles=large_tiles,
             own_tables=unpacked is not None,
         )
@@ -258,6 +281,7 @@ class GpuRunner:
             decode_plan(arrays) if decodes else None,
             prefill_plan(arrays, large_tiles) if decodes < len(rows) else None,
             unpacked,
+            invariant,
         )
         return Step(
             token_ids=ids,
@@ -276,16 +300,17 @@ class GpuRunner:
         positions: np.ndarray,
         counts: np.ndarray,
         logit_tokens: np.ndarray,
+        decodes: int,
         large_tiles: bool,
         own_tables: bool,
     ) -> StepArrays[np.ndarray]:
         """Return the arrays of a step, on the host.
 
-        `own_tables`: rows with several new tokens have block tables of their own, numbered from 0.
+        `decodes`: rows at the beginning that decode attention takes; `own_tables`: the other rows
+        have block tables of their own, numbered from 0.
         """
         ends = np.cumsum(counts)
         offsets = ends - counts
-        decodes = int((counts == 1).sum())
         chunks = cut_chunks(
             rows[:decodes],
             (positions + counts)[:decodes],
@@ -371,7 +396,10 @@ class GpuRunner:
             return None
         starts, sizes, tile_rows = pack(list(cut_adapter_tiles(rows, counts)), self.model.device)
         return GpuStepAdapters(
-            self.adapters, self._row_pages, Tiles(starts, sizes, tile_rows, TILE_TOKENS)
+            self.adapters,
+            self._row_pages,
+            Tiles(starts, sizes, tile_rows, TILE_TOKENS),
+            batch_invariant=self.model.options.deterministic,
         )
 
     def _write_row_pages(self, adapters: AdapterPages, plan: StepPlan) -> None:
@@ -385,9 +413,43 @@ class GpuRunner:
             rows = to_device(np.array([start.row for start in plan.starts]), self.model.device)
             self._row_pages[rows] = to_device(lines, self.model.device)
 
-    def _write_back(self, rows: list[int], lengths: list[int], tokens: Tensor) -> None:
-        row, length = pack([np.array(rows), np.array(lengths)], self.model.device)
-        write_back(row, length, tokens, self.rows.tokens)
+    def _finish(
+        self, drawn: Drawn, logits: Tensor, rows: list[int], lengths: list[int]
+    ) -> sampler.Sampled:
+        """Return what the rows of a step sampled: what the kernels drew, and the tokens of rows
+        that the kernels do not serve. Those rows' logits [samples, vocab] are still the model's.
+        """
+        reporting = self.sampling.reporting
+        log_probs = None if reporting.isdisjoint(rows) else drawn.log_probs
+        external = self.sampling.external
+        chosen = (
+            []
+            if external.isdisjoint(rows)
+            else [index for index, row in enumerate(rows) if row in external]
+        )
+        likeliest = self.sampling.find_likeliest(drawn, rows)
+        if not chosen:
+            return sampler.Sampled(drawn.tokens, drawn.best, log_probs, [], likeliest=likeliest)
+        some_rows = [rows[index] for index in chosen]
+        some_lengths = [lengths[index] for index in chosen]
+        where = list_to_device(chosen, logits.device)
+        deterministic = self.model.options.deterministic
+        sampled = sampler.sample(logits[where], some_rows, some_lengths, self.rows, deterministic)
+        row, length = pack([np.array(some_rows), np.array(some_lengths)], self.model.device)
+        write_back(row, length, sampled.tokens, self.rows.tokens)
+        drawn.tokens[where] = sampled.tokens
+        drawn.best[where] = sampled.best.float()
+        if sampled.log_probs is not None:
+            drawn.log_probs[where] = sampled.log_probs
+            log_probs = drawn.log_probs
+        return sampler.Sampled(
+            drawn.tokens,
+            drawn.best,
+            log_probs,
+            top=[(chosen[index], ids, values) for index, ids, values in sampled.top],
+            raw=[(chosen[index], values) for index, values in sampled.raw],
+            likeliest=likeliest,
+        )
 
 
 def _sort_rows(plan: StepPlan) -> StepRows:
@@ -418,10 +480,15 @@ def _in_plan_order(sampled: sampler.Sampled, order: list[int], plan: StepPlan) -
     place = sorted(range(len(computed)), key=computed.__getitem__)
     new_index = {computed_at: plan_at for plan_at, computed_at in enumerate(place)}
     where = list_to_device(place, sampled.tokens.device)
+    likeliest = sampled.likeliest
+    if likeliest is not None:
+        moved = {new_index[index]: found for index, found in likeliest.samples.items()}
+        likeliest = likeliest._replace(samples=moved)
     return sampler.Sampled(
         tokens=sampled.tokens[where],
         best=sampled.best[where],
         log_probs=None if sampled.log_probs is None else sampled.log_probs[where],
         top=[(new_index[index], tokens, values) for index, tokens, values in sampled.top],
         raw=[(new_index[index], logits) for index, logits in sampled.raw],
+        likeliest=likeliest,
     )

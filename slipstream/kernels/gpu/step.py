@@ -12,7 +12,6 @@ from torch import Tensor
 from slipstream.kernels.gpu.launch import CachedKernel, overlapping, pieces, wait_and_trigger
 
 _BLOCK = 128
-_PARTS = 32  # CTAs per row of logits
 
 
 @CachedKernel
@@ -106,88 +105,3 @@ def write_back(rows: Tensor, lengths: Tensor, drawn: Tensor, tokens: Tensor) -> 
         num_warps=4,
         **overlapping(rows.device),
     )
-
-
-@CachedKernel
-@triton.jit
-def _likeliest_of_parts(
-    logits,
-    best,
-    tokens,
-    vocab,
-    stride,
-    span,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    wait_and_trigger(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    top = float("-inf")
-    token = part * span
-    broken = 0
-    end = tl.minimum((part + 1) * span, vocab)
-    for begin in range(part * span, end, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * stride + at, at < end, other=float("-inf")).to(tl.float32)
-        broken += tl.sum((x != x).to(tl.int32), 0)
-        value, index = tl.max(x, 0, return_indices=True)
-        token = tl.where(value > top, begin + index, token)
-        top = tl.maximum(top, value)
-    tl.store(best + row * PARTS + part, tl.where(broken > 0, float("nan"), top))
-    tl.store(tokens + row * PARTS + part, token)
-
-
-@CachedKernel
-@triton.jit
-def _likeliest(
-    best,
-    tokens,
-    best_out,
-    tokens_out,
-    PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    wait_and_trigger(OVERLAP)
-    row = tl.program_id(0)
-    part = tl.arange(0, PARTS)
-    x = tl.load(best + row * PARTS + part)
-    broken = tl.sum((x != x).to(tl.int32), 0)
-    value, index = tl.max(x, 0, return_indices=True)
-    tl.store(best_out + row, tl.where(broken > 0, float("nan"), value))
-    tl.store(tokens_out + row, tl.load(tokens + row * PARTS + index).to(tl.int64))
-
-
-def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each row in float32 (nan if the row has one) and its token, the
-    first of equals. logits: [rows, vocab]
-    """
-    rows, vocab = logits.shape
-    span = pieces(vocab, _PARTS * 16) * 16
-    part_best = torch.empty((rows, _PARTS), dtype=torch.float32, device=logits.device)
-    part_tokens = torch.empty((rows, _PARTS), dtype=torch.int32, device=logits.device)
-    _likeliest_of_parts[(rows, _PARTS)](
-        logits,
-        part_best,
-        part_tokens,
-        vocab,
-        logits.stride(0),
-        span,
-        BLOCK=2048,
-        PARTS=_PARTS,
-        num_warps=4,
-        **overlapping(logits.device),
-    )
-    best = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _likeliest[(rows,)](
-        part_best,
-        part_tokens,
-        best,
-        tokens,
-        PARTS=_PARTS,
-        num_warps=1,
-        **overlapping(logits.device),
-    )
-    return best, tokens

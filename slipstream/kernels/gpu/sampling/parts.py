@@ -1,0 +1,207 @@
+"""The first pass over the logits: each row is cut into parts, and a CTA stores what is best in one
+part. Later kernels combine the parts of a row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.gpu.launch import CachedKernel, wait_and_trigger
+from slipstream.kernels.gpu.sampling.noise import gumbel, noise_key
+from slipstream.kernels.gpu.sampling.table import (
+    ADJUSTS,
+    DRAWS,
+    FLAGS,
+    LOG_PROBS,
+    MASKED,
+    TEMPERATURE,
+    TOP_COUNT,
+    TOP_K,
+    read_field,
+    read_real,
+)
+
+# What a CTA stores for its part of a row.
+PART_BEST = tl.constexpr(0)  # the largest logit, nan if there is one
+PART_TOKEN = tl.constexpr(1)  # its token
+PART_TOP = tl.constexpr(2)  # the largest scaled logit
+PART_SUM = tl.constexpr(3)  # of exp(scaled - PART_TOP)
+PART_MOMENT = tl.constexpr(4)  # of exp(scaled - PART_TOP) * (scaled - PART_TOP)
+PART_SCORE = tl.constexpr(5)  # the best score
+PART_SCORE_VALUE = tl.constexpr(6)  # the logit of its token
+PART_SCORE_TOKEN = tl.constexpr(7)
+PART_RAW_TOP = tl.constexpr(8)  # the largest logit before the mask
+PART_RAW_SUM = tl.constexpr(9)  # of exp(logit - PART_RAW_TOP)
+# as PART_SUM, of the tokens with a smaller measure than the best score of the row
+PART_MASS = tl.constexpr(10)
+# the best score among the tokens that may be kept when the best score of the row is not
+PART_NEXT = tl.constexpr(11)
+PART_NEXT_VALUE = tl.constexpr(12)
+PART_NEXT_TOKEN = tl.constexpr(13)
+
+
+@triton.jit
+def read_part(parts, FIELD: tl.constexpr, PARTS: tl.constexpr):
+    """Return a field of all parts of a row. `parts`: the beginning of the row's parts."""
+    return tl.load(parts + FIELD * PARTS + tl.arange(0, PARTS))
+
+
+@triton.jit
+def sum_parts(parts, TOP: tl.constexpr, SUM: tl.constexpr, PARTS: tl.constexpr):
+    """Return the largest value of a row, and the sum of exp(value - largest)."""
+    tops = read_part(parts, TOP, PARTS)
+    top = tl.max(tops, 0)
+    weights = tl.where(tops > float("-inf"), tl.exp(tops - top), 0.0)
+    return top, tl.sum(weights * read_part(parts, SUM, PARTS), 0)
+
+
+@triton.jit
+def entropy_of_parts(parts, top, total, PARTS: tl.constexpr):
+    """Return the entropy of a row's distribution."""
+    tops = read_part(parts, PART_TOP, PARTS)
+    some = tops > float("-inf")
+    weights = tl.where(some, tl.exp(tops - top), 0.0)
+    shift = tl.where(some, tops - top, 0.0)
+    moments = read_part(parts, PART_MOMENT, PARTS) + shift * read_part(parts, PART_SUM, PARTS)
+    return tl.log(total) - tl.sum(weights * moments, 0) / total
+
+
+@triton.jit
+def add_weight(scaled, top, total, moment):
+    """Add scaled logits to running sums of exp(scaled - top) and of its product with scaled - top,
+    lane by lane, with one exponential each.
+    """
+    infinity = float("inf")
+    # A lane that has seen no finite logit starts with this one.
+    rise = tl.where(top > -infinity, scaled - top, 0.0)
+    first = (top == -infinity) & (scaled > -infinity)
+    weight = tl.exp(-tl.abs(rise))
+    raised = (moment - rise * total) * weight
+    moment = tl.where(rise > 0, raised, moment + tl.where(scaled > -infinity, weight * rise, 0.0))
+    moment = tl.where(first, 0.0, moment)
+    total = tl.where(rise > 0, total * weight + 1.0, total + weight)
+    total = tl.where(first, 1.0, tl.where(top > -infinity, total, 0.0))
+    return tl.maximum(top, scaled), total, moment
+
+
+@triton.jit
+def combine_lanes(top, total, moment):
+    """Return one top, sum and moment for all lanes."""
+    largest = tl.max(top, 0)
+    some = top > float("-inf")
+    shift = tl.where(some, top - largest, 0.0)
+    weight = tl.where(some, tl.exp(shift), 0.0)
+    moments = tl.sum(weight * (moment + shift * total), 0)
+    return largest, tl.sum(weight * total, 0), moments
+
+
+@triton.jit
+def winner(scores, values, tokens):
+    """Return the best score, its logit and its token, the first of equals."""
+    score = tl.max(scores, 0)
+    token = tl.min(tl.where(scores == score, tokens, 0x7FFFFFFF), 0)
+    value = tl.max(tl.where((scores == score) & (tokens == token), values, float("-inf")), 0)
+    return score, value, token
+
+
+@CachedKernel
+@triton.jit
+def scan_parts(
+    logits,
+    rows,
+    lengths,
+    table,
+    masks,
+    parts,
+    groups,
+    vocab,
+    stride,
+    words,
+    group_count,
+    span,
+    PARTS: tl.constexpr,
+    PART_FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Apply the row's mask, and store the best of one part of a row of logits.
+
+    Each lane keeps what is best among the tokens it reads. The lanes are combined at the end.
+    """
+    wait_and_trigger(OVERLAP)
+    sample = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    row = tl.load(rows + sample).to(tl.int64)
+    flags = read_field(table, row, FLAGS)
+    draws = flags & DRAWS != 0
+    masked = flags & MASKED != 0
+    # Adjusted logits are not the model's own: `adjust` has summed those.
+    sums_raw = flags & (LOG_PROBS | ADJUSTS) == LOG_PROBS
+    wants_groups = (draws & (read_field(table, row, TOP_K) > 0)) | (
+        read_field(table, row, TOP_COUNT) > 0
+    )
+    inverse = 1.0 / tl.where(draws, read_real(table, row, TEMPERATURE), 1.0)
+    key = noise_key(table, row, tl.load(lengths + sample))
+    base = logits + sample * stride
+    infinity = float("inf")
+    lowest = tl.full((BLOCK,), -infinity, tl.float32)
+    zeros = tl.zeros((BLOCK,), tl.float32)
+    best = lowest
+    token = tl.full((BLOCK,), 0, tl.int32) + part * span
+    broken = tl.zeros((BLOCK,), tl.int32)
+    top = lowest
+    total = zeros
+    moment = zeros
+    score = lowest
+    score_value = lowest
+    score_token = token
+    raw_top = lowest
+    raw_sum = zeros
+    raw_moment = zeros
+    end = tl.minimum((part + 1) * span, vocab)
+    for begin in range(part * span, end, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        inside = at < end
+        x = tl.load(base + at, inside, other=-infinity).to(tl.float32)
+        broken = broken | (x != x).to(tl.int32)
+        if sums_raw:
+            raw_top, raw_sum, raw_moment = add_weight(x, raw_top, raw_sum, raw_moment)
+        if masked:
+            bits = tl.load(masks + row * words + at // 32, inside, other=0)
+            allowed = (bits >> (at % 32)) & 1 != 0
+            x = tl.where(allowed, x, -infinity)
+            tl.store(base + at, x, inside & ~allowed)
+        token = tl.where(x > best, at, token)
+        best = tl.maximum(best, x)
+        if wants_groups:
+            largest = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
+            group = begin // GROUP + tl.arange(0, BLOCK // GROUP)
+            tl.store(groups + sample * group_count + group, largest, group * GROUP < end)
+        if draws:
+            scaled = x * inverse
+            top, total, moment = add_weight(scaled, top, total, moment)
+            found = scaled + gumbel(at, key, FAST)
+            score_value = tl.where(found > score, x, score_value)
+            score_token = tl.where(found > score, at, score_token)
+            score = tl.maximum(found, score)
+    place = parts + sample * PART_FIELDS * PARTS + part
+    largest, _, first = winner(best, best, token)
+    broken_lanes = tl.sum(broken, 0)
+    tl.store(place + PART_BEST * PARTS, tl.where(broken_lanes > 0, float("nan"), largest))
+    tl.store(place + PART_TOKEN * PARTS, first.to(tl.float32, bitcast=True))
+    if sums_raw:
+        sum_top, sum_total, _ = combine_lanes(raw_top, raw_sum, raw_moment)
+        tl.store(place + PART_RAW_TOP * PARTS, sum_top)
+        tl.store(place + PART_RAW_SUM * PARTS, sum_total)
+    if draws:
+        sum_top, sum_total, sum_moment = combine_lanes(top, total, moment)
+        tl.store(place + PART_TOP * PARTS, sum_top)
+        tl.store(place + PART_SUM * PARTS, sum_total)
+        tl.store(place + PART_MOMENT * PARTS, sum_moment)
+        best_score, best_value, best_token = winner(score, score_value, score_token)
+        tl.store(place + PART_SCORE * PARTS, best_score)
+        tl.store(place + PART_SCORE_VALUE * PARTS, best_value)
+        tl.store(place + PART_SCORE_TOKEN * PARTS, best_token.to(tl.float32, bitcast=True))

@@ -1,0 +1,206 @@
+"""The sampling kernels against the torch sampler: the same tokens for the same seeds. Without a GPU
+they run in Triton's interpreter, on a small vocabulary.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from attention_steps import DEVICE, GPU
+
+from slipstream.engine import sampler
+from slipstream.engine.gpu.sampling_rows import SamplingRows, is_external
+from slipstream.engine.plan import RowStart
+from slipstream.engine.rows import Rows
+from slipstream.engine.sampling_params import SamplingParams
+
+VOCAB = 3000
+ROWS = 8
+PROMPT = 5
+LENGTH = 9
+
+SETS = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0},
+    "cold": {"temperature": 0.01},
+    "top-k": {"temperature": 0.8, "top_k": 50},
+    "top-k of two": {"temperature": 1.5, "top_k": 2},
+    "large top-k": {"temperature": 1.5, "top_k": 900},
+    "top-k of all": {"temperature": 1.5, "top_k": 5000},
+    "top-p": {"temperature": 0.7, "top_p": 0.9},
+    "small top-p": {"temperature": 1.0, "top_p": 0.05},
+    "top-p of 0": {"temperature": 1.0, "top_p": 0.0},
+    "top-k and top-p": {"temperature": 1.0, "top_k": 40, "top_p": 0.5},
+    "min-p": {"temperature": 1.2, "min_p": 0.2},
+    "top-p and min-p": {"temperature": 1.2, "top_p": 0.8, "min_p": 0.1},
+    "top-k, top-p and min-p": {"temperature": 1.2, "top_k": 30, "top_p": 0.8, "min_p": 0.1},
+    "typical": {"temperature": 1.0, "typical_p": 0.4},
+    "typical and top-k": {"temperature": 1.0, "typical_p": 0.4, "top_k": 100},
+    "repetition": {"repetition_penalty": 1.7},
+    "penalties": {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+    },
+    "bias": {"logit_bias": ((7, 3.0), (11, -100.0), (7, 5.0), (2999, 2.0))},
+    "minimum length": {"min_tokens": 6, "end_ids": (3, 5, 8)},
+    "minimum length reached": {"min_tokens": 4, "end_ids": (3, 5, 8)},
+    "n-grams": {"no_repeat_ngram": 2},
+    "n-grams of one": {"no_repeat_ngram": 1},
+    "allowed": {"temperature": 1.0, "allowed_tokens": (1, 40, 2000, 2999)},
+    "log-probs": {"log_probs": True},
+    "log-probs of a draw": {"log_probs": True, "temperature": 0.7, "top_p": 0.9},
+    "likeliest tokens": {"log_probs": True, "top_log_probs": 5},
+    "likeliest tokens of a draw": {
+        "log_probs": True,
+        "top_log_probs": 32,
+        "temperature": 0.9,
+        "top_k": 10,
+    },
+    "log-probs and mask": {"log_probs": True, "allowed_tokens": (1, 40, 2000)},
+    "log-probs and penalties": {
+        "log_probs": True,
+        "temperature": 1.0,
+        "repetition_penalty": 1.9,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "logit_bias": ((1, 4.0), (2, 4.0), (9, 4.0)),
+    },
+}
+
+
+def prepared(parameters: list[SamplingParams]) -> tuple[Rows, SamplingRows]:
+    """Return rows that know LENGTH tokens each, and their tables."""
+    state = Rows(ROWS, 64, 4, torch.device(DEVICE))
+    generator = torch.Generator().manual_seed(3)
+    # Few tokens, so that they repeat; with the pair that ends each row in its middle.
+    tokens = torch.randint(0, 12, (ROWS, LENGTH), generator=generator)
+    tokens[:, 2:4] = tokens[:, -1:]
+    state.tokens[:ROWS, :LENGTH] = tokens.to(DEVICE)
+    starts = [RowStart(row, [], PROMPT, [], p) for row, p in enumerate(parameters)]
+    for start in starts:
+        state._start(start)
+    table = SamplingRows(ROWS + 1, VOCAB, torch.device(DEVICE))
+    table._start(starts)
+    return state, table
+
+
+def some_logits(sharpness: float) -> torch.Tensor:
+    return torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(5)) * sharpness
+
+
+@pytest.mark.gpu  # minutes in the interpreter, which runs all sets in a few batches below
+@pytest.mark.parametrize("sharpness", [1.0, 4.0])
+@pytest.mark.parametrize("name", SETS)
+def test_kernels_draw_the_tokens_of_the_torch_sampler(name, sharpness):
+    parameters = [SamplingParams(**SETS[name], seed=2**63 + 977 * row) for row in range(ROWS)]
+    check(parameters, some_logits(sharpness))
+
+
+@pytest.mark.parametrize("first", range(0, len(SETS), ROWS))
+def test_rows_of_all_kinds_in_one_batch(first):
+    names = list(SETS)
+    names += names[:ROWS]  # the last batch is filled up with the first sets
+    parameters = [
+        SamplingParams(**SETS[name], seed=2**63 + 977 * row)
+        for row, name in enumerate(names[first : first + ROWS])
+    ]
+    check(parameters, some_logits(1.0 if first % 16 else 4.0))
+
+
+def check(parameters: list[SamplingParams], logits: torch.Tensor) -> None:
+    state, table = prepared(parameters)
+    assert not table._external
+    expected = sampler.sample(
+        logits.clone(), list(range(ROWS)), [LENGTH] * ROWS, state_on_cpu(state)
+    )
+    rows = torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
+    lengths = torch.full((ROWS,), LENGTH, dtype=torch.int32, device=DEVICE)
+
+    got = table.sample(logits.clone().to(DEVICE), rows, lengths, state.tokens)
+    assert got.tokens.tolist() == expected.tokens.tolist()
+    assert torch.allclose(got.best.cpu(), expected.best, atol=1e-5)
+    assert not table.scratch.seen.any(), "no bits are left behind"
+    for row, p in enumerate(parameters):
+        if p.log_probs:
+            assert got.log_probs[row].item() == pytest.approx(
+                expected.log_probs[row].item(), abs=1e-4
+            )
+        else:
+            assert math.isnan(got.log_probs[row].item())
+    for row, ids, values in expected.top:
+        found = sorted_top(got.top[row], parameters[row].top_log_probs)
+        assert [token for token, _ in found] == ids.tolist()
+        assert [value for _, value in found] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def sorted_top(top: torch.Tensor, count: int) -> list[tuple[int, float]]:
+    tokens = top[0].view(torch.int32).tolist()
+    pairs = zip(tokens, top[1].tolist(), strict=True)
+    return sorted(pairs, key=lambda pair: -pair[1])[:count]
+
+
+def state_on_cpu(state: Rows) -> Rows:
+    """Return the rows with their tensors on the CPU, where the torch sampler runs."""
+    if not GPU:
+        return state
+    moved = Rows(ROWS, 64, 4, torch.device("cpu"))
+    moved.tokens[:] = state.tokens.cpu()
+    for row, p in enumerate(state.sampling):
+        moved._start(RowStart(row, [], PROMPT, [], p))
+    return moved
+
+
+def few_rows(count: int, parameters: SamplingParams, logits: torch.Tensor):
+    """Return the tables of some rows with these parameters, and a function that samples them."""
+    state, table = prepared([parameters] * ROWS)
+    rows = torch.arange(count, dtype=torch.int32, device=DEVICE)
+    lengths = torch.full((count,), LENGTH, dtype=torch.int32, device=DEVICE)
+    some = logits[:count]
+    return table, lambda: table.sample(some.clone().to(DEVICE), rows, lengths, state.tokens)
+
+
+def test_masks_of_a_step_exclude_tokens_in_that_step_only():
+    logits = some_logits(1.0)
+    table, sample = few_rows(2, SamplingParams(temperature=1.0, seed=7), logits)
+    free = sample().tokens.tolist()
+    mask = np.zeros(-(-VOCAB // 32), dtype=np.int32)
+    mask[10] = 0b101
+    table._write_masks({1: mask.tobytes()})
+    masked = sample().tokens.tolist()
+    assert masked[1] in (320, 322)
+    assert masked[0] == free[0]
+    table._write_masks({})
+    assert sample().tokens.tolist() == free
+
+
+def test_the_best_logit_shows_rows_without_a_token():
+    logits = some_logits(4.0)
+    logits[1] = -math.inf
+    logits[2, 77] = math.nan
+    _, sample = few_rows(3, SamplingParams(temperature=1.0, top_p=0.9), logits)
+    best = sample().best.tolist()
+    assert best[1] == -math.inf
+    assert math.isnan(best[2])
+    assert math.isfinite(best[0])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"beam_width": 2},
+        {"generation_logits": True},
+        {"top_log_probs": 33},
+        {"top_log_probs": 3, "repetition_penalty": 1.1},
+        {"top_log_probs": 3, "allowed_tokens": (1, 2)},
+        {"bad_words": ((1, 2),)},
+        {"temperature": 1.0, "top_p_decay": 0.9},
+        {"temperature": 1.0, "top_k": 2000},
+        {"temperature": 1.0, "top_p": 0.9, "typical_p": 0.9},
+    ],
+)
+def test_other_parameters_are_left_to_the_torch_sampler(fields):
+    assert is_external(SamplingParams(**fields), VOCAB)
