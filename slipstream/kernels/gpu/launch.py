@@ -9,7 +9,8 @@ after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -32,9 +33,15 @@ class CachedKernel:
         self._kernel = kernel
         self._names = list(kernel.arg_names)
         self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+        self._collected: set[tuple[Any, ...]] = set()
+
+    @property
+    def function(self) -> Any:
+        """Triton's function."""
+        return self._kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, grid)
+        return partial(self._collect if _collecting else self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """arguments: the run-time arguments in order; constants: the constexpr ones, and Triton's
@@ -52,6 +59,27 @@ class CachedKernel:
             return
         compiled, rest = found
         compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
+
+    def _collect(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        """Let Triton's hook see a variant that is not compiled; launch nothing."""
+        kind = (*map(_kind, arguments), *constants.values())
+        if kind not in self._compiled and kind not in self._collected:
+            self._collected.add(kind)
+            self._kernel.warmup(*arguments, grid=grid, **constants)
+
+
+_collecting = False  # whether kernels are collected instead of launched
+
+
+@contextmanager
+def collecting() -> Iterator[None]:
+    """Launch no kernels while the context lasts: they only pass through Triton's hook."""
+    global _collecting
+    _collecting = True
+    try:
+        yield
+    finally:
+        _collecting = False
 
 
 def counters(least: int, device: torch.device) -> Tensor:

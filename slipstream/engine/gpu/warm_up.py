@@ -1,0 +1,103 @@
+"""Runs every kind of step once before the engine serves, and captures CUDA graphs.
+
+Kernels are compiled, libraries load theirs and memory is taken now, because each would delay all
+requests.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from slipstream.engine.gpu.graphs import batch_sizes
+from slipstream.engine.gpu.mixed_graphs import MAX_PREFILLS
+from slipstream.engine.gpu.runner import GpuRunner
+from slipstream.engine.loop import Progress, warm_up
+from slipstream.kernels.gpu.compilation.jobs import collect_jobs
+from slipstream.kernels.gpu.compilation.pool import CompilePool
+from slipstream.kernels.gpu.prefill_tiles import LARGE_TILES_FROM
+
+# tokens of each prompt in a warm-up step with the full budget; more where there are few rows
+_WARM_UP_TOKENS = 1024
+
+
+class WarmUpMemory(NamedTuple):
+    """GPU memory that was measured on the way."""
+
+    step_bytes: int  # of a step with the full budget
+    graph_bytes: int  # of captured steps
+
+
+class GpuWarmUp:
+    def __init__(
+        self, runner: GpuRunner, max_rows: int, step_tokens: int, longest: int, blocks: int
+    ) -> None:
+        """longest: tokens of the longest sequence; blocks: of the KV cache"""
+        self._runner = runner
+        self._max_rows = max_rows
+        self._step_tokens = step_tokens
+        self._longest = longest
+        self._blocks = blocks
+
+    def compile_kernels(self, compiler: CompilePool, progress: Progress) -> None:
+        """Compile the kernels of all steps in parallel processes. This process loads them from
+        Triton's cache when it launches them.
+        """
+        with collect_jobs(compiler.submit):
+            self._run_first_step()
+            self._run_full_step()
+            self._run_long_prompts()
+            self._runner.run_captured_steps(self._max_rows)
+            self._run_many_prompts()
+        compiler.wait(lambda done, total: progress("compiling kernels", done, total))
+
+    def run(self, progress: Progress) -> WarmUpMemory:
+        """Run a step of each kind, and capture CUDA graphs."""
+        self._run_first_step()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self._run_full_step()
+        step_bytes = torch.cuda.max_memory_allocated() - held
+        self._run_long_prompts()
+        free, _ = torch.cuda.mem_get_info()
+        self._runner.capture(
+            self._max_rows, lambda done, total: progress("capturing decode steps", done, total)
+        )
+        self._run_many_prompts()
+        graph_bytes = max(0, free - torch.cuda.mem_get_info()[0])
+        return WarmUpMemory(step_bytes, graph_bytes)
+
+    def _warm_up(self, tokens: int = 16, requests: int = 1, steps: int = 1) -> None:
+        vocab_size = self._runner.model.spec.vocab_size
+        warm_up(self._runner, vocab_size, self._blocks, self._longest, tokens, requests, steps)
+
+    def _run_first_step(self) -> None:
+        self._runner.model.prepare_gates()
+        self._warm_up()
+
+    def _run_full_step(self) -> None:
+        """Run a step with the full budget."""
+        budget = self._step_tokens
+        tokens = max(_WARM_UP_TOKENS, -(-budget // self._max_rows))
+        each = max(1, min(self._longest - 2, budget, tokens))
+        self._warm_up(each, max(1, min(budget // each, self._max_rows)))
+
+    def _run_long_prompts(self) -> None:
+        """Run long prompts, and prompts of several steps, which have kernels of their own."""
+        self._run_one_prompt(_WARM_UP_TOKENS)
+        if self._longest - 2 >= LARGE_TILES_FROM:
+            self._run_one_prompt(LARGE_TILES_FROM)
+
+    def _run_one_prompt(self, tokens: int) -> None:
+        self._warm_up(tokens)
+        self._warm_up(tokens, steps=2)
+
+    def _run_many_prompts(self) -> None:
+        """Run steps with many short prompts. Steps with fewer prompts are captured.
+
+        The library loads its kernels when they are first used.
+        """
+        for prompts in batch_sizes(self._max_rows):
+            if MAX_PREFILLS < prompts <= self._blocks:
+                self._warm_up(2, prompts)
