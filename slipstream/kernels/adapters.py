@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from slipstream.kernels.linear import in_fixed_batches
 
 # the linear layers of a transformer layer, in the order they are computed
 LINEARS = QKV, O_PROJ, UP_PROJ, DOWN_PROJ = range(4)
@@ -204,12 +207,17 @@ class CpuStepAdapters:
     """Tokens grouped by adapter. A large group has a GEMM of its own; small groups are batched."""
 
     def __init__(
-        self, pages: AdapterPages, pages_of_row: Sequence[Sequence[int]], counts: Sequence[int]
+        self,
+        pages: AdapterPages,
+        pages_of_row: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        batch_invariant: bool = False,
     ) -> None:
         """pages_of_row: the pages of each row of the step; counts: the tokens of each row, which
-        follow each other in the step
+        follow each other in the step; batch_invariant: compute a fixed number of tokens at a time
         """
         self._pages = pages
+        self._batch_invariant = batch_invariant
         groups: dict[tuple[int, ...], list[np.ndarray]] = {}
         start = 0
         for row_pages, count in zip(pages_of_row, counts, strict=True):
@@ -217,9 +225,10 @@ class CpuStepAdapters:
                 groups.setdefault(tuple(row_pages), []).append(np.arange(start, start + count))
             start += count
         tokens = {key: np.concatenate(ranges) for key, ranges in groups.items()}
-        small = {key: found for key, found in tokens.items() if len(found) <= _BATCHED_TOKENS}
+        most = 0 if batch_invariant else _BATCHED_TOKENS
+        small = {key: found for key, found in tokens.items() if len(found) <= most}
         self._large = [
-            (key, _as_slice(found)) for key, found in tokens.items() if len(found) > _BATCHED_TOKENS
+            (key, _as_slice(found)) for key, found in tokens.items() if len(found) > most
         ]
         self._small = [_Batch.of(self._tokens_by_page(small, linear)) for linear in LINEARS]
 
@@ -247,20 +256,24 @@ class CpuStepAdapters:
         for pages, tokens in self._large:
             adding = self._pages_with(pages, linear)
             if adding:
-                _add_group(y, x, tokens, first[adding], second[adding], outputs)
+                output = partial(
+                    _adapter_output, first=first[adding], second=second[adding], outputs=outputs
+                )
+                own = x[tokens]
+                delta = in_fixed_batches(output, own) if self._batch_invariant else output(own)
+                if isinstance(tokens, slice):
+                    y[tokens] += delta.to(y.dtype)
+                else:
+                    y.index_add_(0, tokens, delta.to(y.dtype))
 
 
-def _add_group(
-    y: Tensor,
-    x: Tensor,
-    tokens: Tensor | slice,
-    first: Tensor,
-    second: Tensor,
-    outputs: tuple[int, ...],
-) -> None:
-    """Add one adapter's output. first: [pages, parts * rank, in], second: [pages, rank, out]"""
+def _adapter_output(x: Tensor, first: Tensor, second: Tensor, outputs: tuple[int, ...]) -> Tensor:
+    """Return one adapter's output for tokens x [n, in]: [n, out].
+
+    first: [pages, parts * rank, in], second: [pages, rank, out]
+    """
     pages, rank = second.shape[:2]
-    middle = x[tokens].to(first.dtype) @ first.flatten(0, 1).t()  # [n, pages * parts * rank]
+    middle = x.to(first.dtype) @ first.flatten(0, 1).t()  # [n, pages * parts * rank]
     middle = middle.view(-1, pages, len(outputs), rank)
     column = 0
     added = []
@@ -268,11 +281,7 @@ def _add_group(
         matrix = second[:, :, column : column + width].flatten(0, 1)
         added.append(middle[:, :, part].flatten(1) @ matrix)
         column += width
-    delta = torch.cat(added, dim=1).to(y.dtype)
-    if isinstance(tokens, slice):
-        y[tokens] += delta
-    else:
-        y.index_add_(0, tokens, delta)
+    return torch.cat(added, dim=1)
 
 
 class _Batch(NamedTuple):

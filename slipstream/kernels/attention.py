@@ -77,8 +77,8 @@ class AttentionPlan:
             )
         for row in self.prefills:
             length = row.length - row.first
-            k = _gather(keys, row.where, 1, self.block_tokens)[0, :, :length]
-            v = _gather(values, row.where, 1, self.block_tokens)[0, :, :length]
+            k = gather(keys, row.where, 1, self.block_tokens)[0, :, :length]
+            v = gather(values, row.where, 1, self.block_tokens)[0, :, :length]
             output[row.tokens] = _attend_prefill(queries[row.tokens], k, v, row, rule)
         return output
 
@@ -139,8 +139,8 @@ def _attend_decode(
 ) -> Tensor:
     """q: [rows, heads, head_size] → the same shape"""
     rows, heads, size = q.shape
-    k = _gather(keys, group.where, rows, block_tokens)  # [rows, kv_heads, length, size]
-    v = _gather(values, group.where, rows, block_tokens)
+    k = gather(keys, group.where, rows, block_tokens)  # [rows, kv_heads, length, size]
+    v = gather(values, group.where, rows, block_tokens)
     if rule not in group.masks:
         group.masks[rule] = _decode_mask(group, rule, q.dtype)
     mask = group.masks[rule]
@@ -152,7 +152,7 @@ def _attend_decode(
             grouped, k, v, attn_mask=mask, scale=rule.scale
         )
     else:
-        scores = _softcap(torch.matmul(grouped * rule.scale, k.transpose(2, 3)), rule)
+        scores = softcap(torch.matmul(grouped * rule.scale, k.transpose(2, 3)), rule)
         weights = torch.softmax(scores if mask is None else scores.add_(mask), dim=-1)
         out = torch.matmul(weights, v)
     return out.reshape(rows, heads, size)
@@ -179,22 +179,22 @@ def _attend_prefill(
             oldest = max(row.first, first - rule.window + 1)
         queries = by_kv_head[:, begin:end].reshape(len(k), -1, size)
         keys = slice(oldest - row.first, last - row.first)
-        scores = _softcap(torch.bmm(queries, k[:, keys].transpose(1, 2)), rule)
+        scores = softcap(torch.bmm(queries, k[:, keys].transpose(1, 2)), rule)
         scores = scores.view(len(k), end - begin, group, -1)
-        scores += _tile_mask(first, last, oldest, rule, q.dtype, q.device)[:, None, :]
+        scores += tile_mask(first, last, oldest, rule, q.dtype, q.device)[:, None, :]
         weights = torch.softmax(scores, dim=-1).view(len(k), -1, last - oldest)
         tile = torch.bmm(weights, v[:, keys]).view(len(k), end - begin, heads // len(k), size)
         output[begin:end] = tile.transpose(0, 1).reshape(end - begin, heads, size)
     return output
 
 
-def _softcap(scores: Tensor, rule: AttentionRule) -> Tensor:
+def softcap(scores: Tensor, rule: AttentionRule) -> Tensor:
     if not rule.softcap:
         return scores
     return torch.tanh(scores / rule.softcap).mul_(rule.softcap)
 
 
-def _gather(cache: Tensor, where: Tensor | slice, rows: int, block_tokens: int) -> Tensor:
+def gather(cache: Tensor, where: Tensor | slice, rows: int, block_tokens: int) -> Tensor:
     """cache: [kv_heads, slots, head_size] → [rows, kv_heads, length, head_size]; no copy if the
     slots are contiguous
     """
@@ -250,17 +250,20 @@ def _decode_mask(group: DecodeGroup, rule: AttentionRule, dtype: torch.dtype) ->
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None, None, :]
 
 
-def _tile_mask(
+def tile_mask(
     first: int,
     last: int,
     oldest: int,
     rule: AttentionRule,
     dtype: torch.dtype,
     device: torch.device,
+    end: int | None = None,
 ) -> Tensor:
-    """Return [last - first, last - oldest]: 0 where a query attends, -inf elsewhere."""
+    """Return [last - first, keys]: 0 where a query attends, -inf elsewhere. The keys are from
+    `oldest` to `end`, or to the last query.
+    """
     query = torch.arange(first, last, device=device)[:, None]
-    position = torch.arange(oldest, last, device=device)[None, :]
+    position = torch.arange(oldest, end or last, device=device)[None, :]
     hidden = position > query
     if rule.window is not None:
         hidden |= (position <= query - rule.window) & (position >= rule.sinks)

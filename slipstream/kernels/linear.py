@@ -31,6 +31,9 @@ from slipstream.kernels.torch_private import (
 # (benchmarks/kernels.py).
 _EXPAND_ABOVE_TOKENS = 48
 _INT4_ROWS = 16  # the int4 kernel takes weights whose rows are a multiple of this
+# Tokens of a call of a batch-invariant layer. More tokens waste time if few requests run, fewer
+# waste time on prompts.
+_FIXED_TOKENS = 16
 
 # (activations, residual stream) → the normalised sum: see `fuse_residual_norm`
 FusedLinear = Callable[[Any, Tensor], Input]
@@ -76,6 +79,33 @@ class Linear:
         the normalised sum.
         """
         raise NotImplementedError
+
+    def batch_invariant(self) -> Linear:
+        """Return a layer with this weight whose result for a token does not depend on the other
+        tokens of a call.
+        """
+        return FixedTokensLinear(self)
+
+
+class FixedTokensLinear(Linear):
+    """Runs another layer with a fixed number of tokens at a time: a matrix library chooses its
+    kernel by the shape of a call, and kernels add in different orders.
+    """
+
+    def __init__(self, inner: Linear) -> None:
+        self._inner = inner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return in_fixed_batches(self._inner, x)
+
+
+def in_fixed_batches(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return compute(x), called with `_FIXED_TOKENS` tokens at a time. x: [tokens, in]"""
+    tokens = x.shape[0]
+    padding = -tokens % _FIXED_TOKENS
+    padded = functional.pad(x, (0, 0, 0, padding)) if padding else x
+    parts = [compute(part) for part in padded.split(_FIXED_TOKENS)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:tokens]
 
 
 class UnquantisedLinear(Linear):
@@ -143,6 +173,17 @@ class ExpandedInt4Linear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, expand_int4(self.weight, self.scales, self.dtype), self.bias)
 
+    def batch_invariant(self) -> Linear:
+        return InvariantInt4Linear(self.weight, self.scales, self.bias, self.dtype)
+
+
+class InvariantInt4Linear(ExpandedInt4Linear):
+    """An int4 weight that is expanded once for all tokens of a call, in a batch-invariant form."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        expanded = expand_int4(self.weight, self.scales, self.dtype)
+        return in_fixed_batches(partial(functional.linear, weight=expanded, bias=self.bias), x)
+
 
 class Int4Linear(ExpandedInt4Linear):
     """An int4 weight that a few tokens read through torch's weight-only kernel."""
@@ -161,6 +202,9 @@ class Int4Linear(ExpandedInt4Linear):
             return super().__call__(x)
         y = int4_linear(x, self.packed, self.group, self.pairs)
         return y if self.bias is None else y.add_(self.bias)
+
+    def batch_invariant(self) -> Linear:
+        return FixedTokensLinear(self)
 
     @staticmethod
     def supports(weight: Tensor) -> bool:

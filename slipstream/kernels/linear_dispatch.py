@@ -17,7 +17,7 @@ from slipstream.kernels.linear import (
 )
 
 if TYPE_CHECKING:
-    from slipstream.kernels.gpu.linear import Fp32OutputLinear
+    from slipstream.kernels.gpu.linear import Fp32OutputLinear, InvariantFp32OutputLinear
 
 _FP8_MULTIPLE = 16  # of the rows and the columns of a weight in an fp8 GEMM
 # Hopper: the first devices whose library takes a scale per row and a scale per token
@@ -36,7 +36,9 @@ def unquantised(weight: Tensor, bias: Tensor | None) -> Linear:
     return UnquantisedLinear(weight, bias)
 
 
-def fp32_output(weight: Tensor) -> Fp32OutputLinear | None:
+def fp32_output(
+    weight: Tensor, batch_invariant: bool = False
+) -> Fp32OutputLinear | InvariantFp32OutputLinear | None:
     """Return the layer with float32 output, which may be written to an `out`; None where the
     device has no such kernel.
     """
@@ -44,7 +46,8 @@ def fp32_output(weight: Tensor) -> Fp32OutputLinear | None:
         return None
     from slipstream.kernels.gpu.linear import Fp32OutputLinear
 
-    return Fp32OutputLinear(weight)
+    linear = Fp32OutputLinear(weight)
+    return linear.batch_invariant() if batch_invariant else linear
 
 
 def int8(weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:

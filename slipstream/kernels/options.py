@@ -19,3 +19,6 @@ class KernelOptions:
     fused_gemv: bool = True
     # CUDA graphs of steps that mix decodes with a few prompt tokens (engine/gpu/mixed_graphs.py)
     mixed_graphs: bool = True
+    # results that do not depend on the other requests of a step: Linear.batch_invariant and
+    # kernels/invariant_attention.py
+    deterministic: bool = False

@@ -80,10 +80,25 @@ def gpu_experts(spec: ModelSpec, source: Tensors, name: str, activate: Activatio
     gate_up = source.stacked(f"{name}.gate_up", count, 2 * ffn_size, spec.hidden_size)
     proj = source.stacked(f"{name}.proj", count, spec.hidden_size, ffn_size)
 
+    invariant = source.batch_invariant
+
     def run_experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        plan = plan_experts(chosen, count)
+        plan = plan_experts(chosen, count, fixed_tile=invariant)
         outputs = grouped_gemm(activate(grouped_gemm(x, *gate_up, plan)), *proj, plan)
         by_token = outputs.view(*chosen.shape, spec.hidden_size)  # [tokens, per_token, hidden]
+        if invariant:
+            return _sum_in_order(by_token, weights).to(x.dtype)
         return torch.bmm(weights.to(x.dtype)[:, None, :], by_token)[:, 0]
 
     return run_experts
+
+
+def _sum_in_order(by_token: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of the experts' outputs, added one after the other in float32.
+
+    by_token: [tokens, per_token, hidden]; weights: [tokens, per_token]
+    """
+    total = by_token[:, 0] * weights[:, :1]
+    for rank in range(1, by_token.shape[1]):
+        total = total + by_token[:, rank] * weights[:, rank : rank + 1]
+    return total

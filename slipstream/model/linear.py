@@ -20,12 +20,14 @@ class Tensors:
         dtype: torch.dtype,
         device: torch.device,
         fp8_inputs: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         """fp8_inputs: whether linear layers with e4m3 weights may round their activations to
-        e4m3, too.
+        e4m3, too; batch_invariant: return such linear layers
         """
         self._left = dict(tensors)
         self._fp8_inputs = fp8_inputs
+        self.batch_invariant = batch_invariant
         self._missing: list[str] = []
         self.dtype = dtype
         self.device = device
@@ -43,6 +45,13 @@ class Tensors:
 
     def linear(self, name: str, outputs: int, inputs: int, bias: bool) -> Linear:
         """Return the linear layer with weight `name`.weight, in the format the engine holds."""
+        return self.in_form(self._linear(name, outputs, inputs, bias))
+
+    def in_form(self, linear: Linear) -> Linear:
+        """Return a linear layer in the form of this engine: batch-invariant or as it is."""
+        return linear.batch_invariant() if self.batch_invariant else linear
+
+    def _linear(self, name: str, outputs: int, inputs: int, bias: bool) -> Linear:
         offset = self.take(f"{name}.bias", (outputs,)) if bias else None
         scales = self._left.pop(f"{name}.scales", None)
         if scales is None:

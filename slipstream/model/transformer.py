@@ -9,31 +9,33 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels import linear_dispatch, packed_cache
+from slipstream.kernels import packed_cache
 from slipstream.kernels.activation import ACTIVATIONS, gated
 from slipstream.kernels.adapters import DOWN_PROJ, O_PROJ, QKV, UP_PROJ, StepAdapters
 from slipstream.kernels.attention import cache_shape
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.inputs import Input, pick, plain
-from slipstream.kernels.linear import FusedLinear, Linear, compress_weights, fuse_residual_norm
+from slipstream.kernels.linear import (
+    FusedLinear,
+    Linear,
+    UnquantisedLinear,
+    compress_weights,
+    fuse_residual_norm,
+)
 from slipstream.kernels.normalisation import Norm
 from slipstream.kernels.operations import Attention, Operations, operations_on
 from slipstream.kernels.options import KernelOptions
 from slipstream.model.experts import Mixture
+from slipstream.model.head import Head
 from slipstream.model.linear import Tensors
 from slipstream.model.position import rotary_table
 from slipstream.model.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from slipstream.kernels.gpu.linear import Fp32OutputLinear
-
-_RECOMPUTED_LOGITS = 32  # tokens whose logits are recomputed; more than can tie at the top
 
 RopeTables = tuple[Tensor, Tensor]  # cosine and signed sine
 
@@ -71,7 +73,13 @@ class Transformer:
         self.cache_dtype = cache_dtype or dtype
         self.options = options
         self.operations = operations_on(device)
-        source = Tensors(tensors, dtype, device, fp8_inputs=not spec.fp8_sensitive)
+        source = Tensors(
+            tensors,
+            dtype,
+            device,
+            fp8_inputs=not spec.fp8_sensitive,
+            batch_invariant=options.deterministic,
+        )
         self.embedding = source.take(
             "transformer.vocab_embedding.weight", (spec.vocab_size, spec.embedding_width)
         )
@@ -101,15 +109,17 @@ class Transformer:
     def _take_projections(self, source: Tensors) -> None:
         """Take the linear layers between embeddings and layers of another size."""
         spec = self.spec
-        self.project_in: Tensor | None = None
-        self.project_out: Tensor | None = None
+        self.project_in: Linear | None = None
+        self.project_out: Linear | None = None
         if spec.embedding_size:
-            self.project_in = source.take(
+            into = source.take(
                 "transformer.project_in.weight", (spec.hidden_size, spec.embedding_size)
             )
-            self.project_out = source.take(
+            out = source.take(
                 "transformer.project_out.weight", (spec.embedding_size, spec.hidden_size)
             )
+            self.project_in = source.in_form(UnquantisedLinear(into.float(), None))
+            self.project_out = source.in_form(UnquantisedLinear(out, None))
 
     def compress_weights(self, most_bytes: int) -> int:
         """Make 12-bit copies of the weights that every token reads, if they fit into `most_bytes`.
@@ -172,7 +182,7 @@ class Transformer:
         # The residual stream stays in float32: bf16 would round away what layers add to it.
         hidden = functional.embedding(step.token_ids, self.embedding).float()
         if self.project_in is not None:
-            hidden = functional.linear(hidden, self.project_in.float())
+            hidden = self.project_in(hidden)
         if step.embeddings is not None:
             hidden[step.embeddings[0]] = step.embeddings[1]
         if self.embedding_scale != 1.0:
@@ -196,52 +206,8 @@ class Transformer:
         if step.samples is not None and step.adapters is not None:
             x = pick(x, step.samples)
         if self.project_out is not None:
-            x = functional.linear(plain(x), self.project_out)
+            x = self.project_out(plain(x))
         return x
-
-
-class Head:
-    """The output layer: from the normalised residual stream to logits [samples, vocab]."""
-
-    def __init__(self, spec: ModelSpec, source: Tensors, embedding: Tensor) -> None:
-        self.softcap = spec.final_softcap
-        self.bias: Tensor | None = None
-        if spec.head_bias:
-            self.bias = source.take("lm_head.bias", (spec.vocab_size,)).float()
-        # unquantised [vocab, embedding]; None if the head is quantised
-        self.weight: Tensor | None = embedding
-        if not spec.tied_embeddings:
-            self.weight = source.peek("lm_head.weight", (spec.vocab_size, spec.embedding_width))
-        # a quantised engine holds a head of its own even if the embeddings are tied
-        own = source.has("lm_head.weight")
-        # the layer with float32 output, if the device has one
-        self.fp32_linear: Fp32OutputLinear | None = None
-        if self.weight is not None and not (spec.tied_embeddings and own):
-            self.fp32_linear = linear_dispatch.fp32_output(self.weight)
-        self.linear: Linear
-        if self.fp32_linear is not None:
-            source.discard("lm_head.weight")
-            self.linear = self.fp32_linear
-        elif spec.tied_embeddings and not own:
-            self.linear = linear_dispatch.unquantised(embedding, None)
-        else:
-            self.linear = source.linear("lm_head", spec.vocab_size, spec.embedding_width, False)
-
-    def __call__(self, x: Input, out: Tensor | None = None) -> Tensor:
-        """out: memory for the logits, used if the device can write to it"""
-        logits = self.linear(x) if self.fp32_linear is None else self.fp32_linear(x, out)
-        # On a GPU, 16-bit logits are converted where they are sampled, without a pass of their own.
-        if logits.device.type == "cpu":
-            x = plain(x)
-            logits = logits.float()
-            if x.dtype != torch.float32 and self.weight is not None:
-                logits = recompute_top_logits(logits, x, self.weight)
-        if self.bias is not None:
-            # In place if the type allows: otherwise each captured graph keeps its logits twice.
-            logits = logits.add_(self.bias) if logits.dtype == torch.float32 else logits + self.bias
-        if not self.softcap:
-            return logits
-        return logits.float().div_(self.softcap).tanh_().mul_(self.softcap)
 
 
 def _score_layer(spec: ModelSpec, source: Tensors) -> Callable[[Tensor], Tensor] | None:
@@ -250,18 +216,6 @@ def _score_layer(spec: ModelSpec, source: Tensors) -> Callable[[Tensor], Tensor]
         return None
     weight = source.take("score.weight", (spec.labels, spec.hidden_size), torch.float32)
     return partial(functional.linear, weight=weight)
-
-
-def recompute_top_logits(logits: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Recompute the largest logits in float32, in place: logits [samples, vocab], x [samples,
-    hidden], weight [vocab, hidden].
-
-    A 16-bit logit near 16 is a multiple of 1/16, so that the best tokens tie or trade places. Only
-    a few tokens matter, and reading their rows of the weight again costs next to nothing.
-    """
-    best = logits.topk(min(_RECOMPUTED_LOGITS, logits.shape[-1]), dim=-1).indices  # [samples, n]
-    exact = torch.bmm(weight[best].float(), x.float()[:, :, None])[:, :, 0]
-    return logits.scatter_(1, best, exact)
 
 
 class Layer:

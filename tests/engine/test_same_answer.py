@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from run_engine import engine, generate, run_all
+from run_engine import engine, generate, record_plans, run_all
 from tiny_models import VOCABULARY, config_of, random_model
 
 from slipstream.engine.request import GenerateRequest
@@ -200,3 +200,14 @@ def test_random_arrivals_and_cancels_release_every_row_and_block(folder):
     loop.check_integrity()
     stats = loop.stats()
     assert (stats.free_blocks, stats.finished) == (stats.total_blocks, 2000)
+
+
+def test_more_than_64_requests_run_at_once_with_the_answers_that_each_gives_alone(folder):
+    prompts = some_prompts(24) * 4
+    loop = engine(folder, cache_tokens=16384)
+    assert loop.info.max_rows == 128  # 128 tokens of cache for each
+    plans = record_plans(loop)
+    together = generate(loop, prompts, max_tokens=24)
+    assert max(len(plan.rows) for plan in plans) == 96
+    assert together[:24] == generate(engine(folder, max_rows=1), prompts[:24], max_tokens=24)
+    assert together[24:] == together[:24] * 3

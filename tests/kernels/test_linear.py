@@ -93,3 +93,31 @@ def test_peek_returns_unquantised_weights_only():
         assert source.peek("head.weight", (4, 8)) is None
     source = Tensors({"head.weight": weight.bfloat16()}, torch.float32, torch.device("cpu"))
     assert torch.equal(source.peek("head.weight", (4, 8)), weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 16, 17, 40])
+def test_batch_invariant_layer_runs_a_fixed_number_of_tokens_at_a_time(tokens):
+    torch.manual_seed(0)
+    plain = linear.UnquantisedLinear(torch.randn(24, 64), torch.randn(24))
+    called: list[int] = []
+
+    class Recorded(linear.Linear):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            called.append(len(x))
+            return plain(x)
+
+    x = torch.randn(tokens, 64)
+    got = Recorded().batch_invariant()(x)
+    assert got.shape == (tokens, 24)
+    assert set(called) <= ({16} if tokens else {0})
+    assert torch.allclose(got, plain(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_invariant_layer_gives_a_token_the_same_bits_among_any_others(dtype):
+    torch.manual_seed(0)
+    layer = linear_dispatch.unquantised(torch.randn(96, 576).to(dtype), None).batch_invariant()
+    x = torch.randn(40, 576).to(dtype)
+    whole = layer(x)
+    for first, last in [(0, 1), (7, 9), (3, 20), (39, 40)]:
+        assert torch.equal(layer(x[first:last]), whole[first:last])

@@ -15,6 +15,7 @@ from slipstream.engine.rows import Rows
 from slipstream.kernels.gpu import unpacked_kv
 from slipstream.kernels.gpu.decode_chunks import count_resident_ctas
 from slipstream.kernels.gpu.rotary import rotate_write
+from slipstream.kernels.options import KernelOptions
 
 
 # keys begin inside a CTA's heads, and at their start
@@ -53,7 +54,7 @@ def test_step_is_the_same_with_kv_unpacked_in_advance(monkeypatch, rule):
     cache = pack(torch.randn(2, 2, (int(tables.max()) + 1) * BLOCK, 64).bfloat16().float())
     runner = GpuRunner.__new__(GpuRunner)
     spec = SimpleNamespace(kv_heads=2, head_size=64, kv_size=128)
-    runner.model = SimpleNamespace(spec=spec, dtype=DTYPE, device=DEVICE)
+    runner.model = SimpleNamespace(spec=spec, dtype=DTYPE, device=DEVICE, options=KernelOptions())
     runner.block_tokens, runner.resident_ctas, runner.cache = (
         BLOCK,
         count_resident_ctas(DEVICE, one_warp=True),

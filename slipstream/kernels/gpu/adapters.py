@@ -351,10 +351,17 @@ def cut_adapter_tiles(
 
 
 class GpuStepAdapters:
-    def __init__(self, pages: AdapterPages, row_pages: Tensor, tiles: Tiles) -> None:
+    def __init__(
+        self,
+        pages: AdapterPages,
+        row_pages: Tensor,
+        tiles: Tiles,
+        batch_invariant: bool = False,
+    ) -> None:
         """row_pages: int32 [rows of the engine, 1 + most pages]: the number of a row's pages, then
-        the pages
+        the pages; batch_invariant: do not choose kernels by the number of tokens
         """
+        self._batch_invariant = batch_invariant
         self._pages = pages
         self._row_pages = row_pages
         self._tiles = tiles
@@ -421,7 +428,7 @@ class GpuStepAdapters:
         inputs, outputs = layout.shapes[linear]
         width = len(outputs) * layout.rank
         count = tiles.starts.shape[0]
-        splits = 1 if count > _MANY_TILES else _SPLITS
+        splits = 1 if count > _MANY_TILES or self._batch_invariant else _SPLITS
         tile = max(_SMALLEST, power_of_two(tiles.tokens))
         middle = self._middle(splits, x, width)
         spans = (tiles.starts, tiles.counts, tiles.rows)

@@ -16,6 +16,7 @@ from slipstream.kernels.gpu.launch import CachedKernel, pieces, power_of_two
 
 _BLOCK = 1024
 _LARGEST_TILE = 128
+_FIXED_TILE = 64
 
 
 @dataclass(slots=True)
@@ -124,10 +125,15 @@ def _grouped_gemm(
         )
 
 
-def plan_experts(chosen: Tensor, experts: int) -> ExpertPlan:
-    """Sort the pairs of token and expert and cut them into tiles. chosen: [tokens, per_token]"""
+def plan_experts(chosen: Tensor, experts: int, fixed_tile: bool = False) -> ExpertPlan:
+    """Sort the pairs of token and expert and cut them into tiles.
+
+    chosen: [tokens, per_token]; fixed_tile: of one size, whatever the number of tokens
+    """
     pairs = chosen.numel()
     tile = min(_LARGEST_TILE, max(16, power_of_two(pairs // experts)))
+    if fixed_tile:
+        tile = _FIXED_TILE
     # each expert in use has at most one tile that is not full
     most = pairs // tile + min(pairs, experts)
     order, starts, tile_expert, tile_first = (

@@ -18,6 +18,7 @@ from slipstream.kernels.bf12 import Bf12Weight, pack
 from slipstream.kernels.gpu.activation import silu_gated
 from slipstream.kernels.gpu.gated_gemm import gated_gemm, is_faster, supports_gated_gemm
 from slipstream.kernels.gpu.gemv import fused_gemv, gemv
+from slipstream.kernels.gpu.invariant_gemm import invariant_gemm
 from slipstream.kernels.gpu.quantised import quantise
 from slipstream.kernels.gpu.skinny_gemm import skinny_gemm, supports_bf12, supports_gate
 from slipstream.kernels.inputs import Input, Quantised, Unscaled, plain
@@ -133,6 +134,9 @@ class GpuLinear(Linear):
         weight, scales = self.stored.read()
         return fused_gemv(x, weight, self.bias, hidden, norm, scales)
 
+    def batch_invariant(self) -> Linear:
+        return InvariantLinear(self.stored.weight, None, self.bias)
+
 
 class Fp32OutputLinear(Linear):
     """A weight of the activations' type with float32 output, for logits: rounding to 16 bits would
@@ -162,6 +166,9 @@ class Fp32OutputLinear(Linear):
         if tokens <= self.stored.skinny_tokens:
             return skinny_gemm(values, weight, None, weight_scales=scales, out=out)
         return torch.mm(values, whole.t(), out_dtype=torch.float32, out=out)
+
+    def batch_invariant(self) -> InvariantFp32OutputLinear:
+        return InvariantFp32OutputLinear(self.stored.weight)
 
 
 class WeightOnlyLinear(Linear):
@@ -193,6 +200,9 @@ class WeightOnlyLinear(Linear):
             return silu_gated(self(x))
         return skinny_gemm(x, self.weight, self.bias, weight_scales=self.scales, gated=True)
 
+    def batch_invariant(self) -> Linear:
+        return InvariantLinear(self.weight, self.scales, self.bias)
+
 
 class Fp8Linear(Linear):
     """An e4m3 weight with one scale per row, e4m3 activations with one scale per token; the output
@@ -210,3 +220,42 @@ class Fp8Linear(Linear):
         if values.shape[0] <= _SKINNY_TOKENS_8_BIT:
             return skinny_gemm(values, self.weight, self.bias, by_token, self.scales)
         return fp8_linear(values, self.weight, by_token, self.scales, self.bias)
+
+    def batch_invariant(self) -> Linear:
+        return InvariantFp8Linear(self.weight, self.scales, self.bias)
+
+
+class InvariantLinear(Linear):
+    """A weight of any type whose results for a token do not depend on the other tokens."""
+
+    def __init__(self, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> None:
+        """weight: [out, in]; scales: [out] of an 8-bit weight; bias: [out] or None"""
+        self.weight = weight
+        self.scales = scales
+        self.bias = bias
+
+    def __call__(self, x: Input) -> Tensor:
+        return invariant_gemm(plain(x), self.weight, self.scales, self.bias)
+
+
+class InvariantFp8Linear(InvariantLinear):
+    """An e4m3 weight and e4m3 activations; the output is bfloat16."""
+
+    def __call__(self, x: Input) -> Tensor:
+        values, by_token = x if isinstance(x, Quantised) else quantise(plain(x).contiguous())
+        return invariant_gemm(values, self.weight, self.scales, self.bias, by_token)
+
+
+class InvariantFp32OutputLinear(Linear):
+    """`Fp32OutputLinear` in a batch-invariant form."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: [out, in]"""
+        self.weight = weight
+
+    def __call__(self, x: Input, out: Tensor | None = None) -> Tensor:
+        values = plain(x)
+        if out is None:
+            shape = (values.shape[0], self.weight.shape[0])
+            out = values.new_empty(shape, dtype=torch.float32)
+        return invariant_gemm(values, self.weight, None, None, out=out)

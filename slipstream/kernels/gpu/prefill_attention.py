@@ -21,11 +21,11 @@ from slipstream.kernels.gpu.packed_cache import read_whole
 from slipstream.kernels.gpu.prefill_tiles import PrefillPlan, query_tile, uses_descriptors
 from slipstream.kernels.gpu.softmax import tanh
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _attend(
+def attend_tile(
     queries,
     k,
     v,
@@ -59,7 +59,7 @@ def _attend(
 
 
 @triton.jit
-def _load_cached(
+def load_cached(
     keys,
     values,
     table,
@@ -177,7 +177,9 @@ def _attend_own(
     seen = key[None, :] <= query_position[:, None]
     if WINDOW:
         seen = seen & ((key[None, :] > query_position[:, None] - window) | (key[None, :] < sinks))
-    return _attend(queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION)
+    return attend_tile(
+        queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION
+    )
 
 
 @CachedKernel
@@ -243,7 +245,7 @@ def _prefill(
     begin = oldest // KEYS * KEYS
     if not WINDOW:
         for first in tl.range(0, cached // KEYS * KEYS, KEYS):
-            k, v = _load_cached(
+            k, v = load_cached(
                 keys,
                 values,
                 table,
@@ -259,12 +261,12 @@ def _prefill(
                 PACKED,
                 ON_DEVICE,
             )
-            best, mass, total = _attend(
+            best, mass, total = attend_tile(
                 queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION
             )
         begin = cached // KEYS * KEYS
     for first in tl.range(begin, cached, KEYS):
-        k, v = _load_cached(
+        k, v = load_cached(
             keys,
             values,
             table,
@@ -286,7 +288,7 @@ def _prefill(
             seen = seen & (
                 (key[None, :] > query_position[:, None] - window) | (key[None, :] < sinks)
             )
-        best, mass, total = _attend(
+        best, mass, total = attend_tile(
             queries, k, v, best, mass, total, seen, scale, softcap, True, SOFTCAP, PRECISION
         )
     # The step's own tokens: whole tiles before the first query, then tiles that only later queries
@@ -310,7 +312,7 @@ def _prefill(
                 KEYS,
                 DESCRIPTOR,
             )
-            best, mass, total = _attend(
+            best, mass, total = attend_tile(
                 queries, k, v, best, mass, total, held, scale, softcap, False, SOFTCAP, PRECISION
             )
     own_end = position - cached + count
@@ -404,7 +406,7 @@ def attend_prefill(
         plan.tile_row,
         plan.tile_cached,
     )
-    scales = (rule.scale * _LOG2_E, rule.softcap * _LOG2_E)
+    scales = (rule.scale * LOG2_E, rule.softcap * LOG2_E)
     strides = (heads.stride(0), out.stride(0), keys.shape[1], tables.stride(0))
     window = rule.window if rule.window is not None else 2**30
     arguments = (own, heads, keys, values, tables, *tiles, out, *scales, *strides, window)
@@ -442,11 +444,15 @@ def _tuning(dtype: torch.dtype, size: int, large_tiles: bool, packed: bool) -> d
             "num_stages": 3,
             "DESCRIPTOR": True,
         }
+    return {**plain_tuning(dtype, size, packed), "DESCRIPTOR": False}
+
+
+def plain_tuning(dtype: torch.dtype, size: int, packed: bool) -> dict[str, Any]:
+    """Return the tuning of kernels that load tiles without the copy engine."""
     row_bytes = dtype.itemsize * power_of_two(size)  # bytes of a key
     tile_bytes = 2 ** (13 if packed else 14)  # packed words need room, too
     return {
         "KEYS": max(16, min(128 // dtype.itemsize, tile_bytes // row_bytes)),
         "num_warps": 4,
         "num_stages": 2 if row_bytes <= 512 else 1,
-        "DESCRIPTOR": False,
     }

@@ -31,6 +31,12 @@ class PrefillPlan:
     large_tiles: bool = False
 
 
+def single_tokens(rows: Tensor, positions: Tensor) -> PrefillPlan:
+    """Return the plan of a step with one new token in each row: int32 [rows] each."""
+    tokens = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+    return PrefillPlan(tokens, positions, torch.ones_like(tokens), rows, positions)
+
+
 class HostTiles(NamedTuple):
     """The arrays of a PrefillPlan, on the host: int32 [tiles] each."""
 
