@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import POOLING_KINDS
 
+_USUAL_BEAMS = 64  # the widest beam search of an engine whose settings say nothing
+
+
+def beam_limit(wanted: int | None, rows: int) -> int:
+    """Return the most beams of a request. None: the engine decides."""
+    return min(wanted or _USUAL_BEAMS, rows)
+
 
 @dataclass(frozen=True)
 class Capacity:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from slipstream.engine.blocks import BlockPool
 from slipstream.engine.constraints.constraints import Constraints
 from slipstream.engine.messages import EngineInfo, EngineStats, StepOutputs
 from slipstream.engine.plan import StepFailed, StepPlan, StepResult
 from slipstream.engine.request import Constraint, FinishReason, GenerateRequest
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from slipstream.engine.cache.host_cache import HostCache
     from slipstream.kernels.adapters import AdapterPages
 
+Progress = Callable[[str, int, int], None]  # phase of the start, steps done, steps in all
+_WARM_UP_REQUEST = -1
 _IDLE_SECONDS = 0.005  # wait for a constraint or an adapter when there is no other work
 
 
@@ -128,3 +132,29 @@ class EngineLoop:
         self.scheduler.check_integrity()
         if self.adapters is not None:
             self.adapters.check_integrity()
+
+
+def warm_up(
+    runner: StepRunner,
+    vocab_size: int,
+    total_blocks: int,
+    longest: int,
+    tokens: int = 16,
+    requests: int = 1,
+    steps: int = 1,
+) -> None:
+    """Run requests of `tokens` tokens through the runner, so that users do not wait for its first
+    calls.
+
+    steps: the number of steps that the prompt of a single request takes.
+    """
+    pool = BlockPool(total_blocks, runner.block_tokens, reuse=False)
+    tokens = min(tokens, longest - 2, total_blocks * runner.block_tokens // requests - 2)
+    budget = requests * longest if steps == 1 else max(1, -(-tokens // steps))
+    scheduler = Scheduler(pool, requests, budget, longest, vocab_size)
+    for number in range(requests):
+        scheduler.add(
+            GenerateRequest(_WARM_UP_REQUEST - number, [0] * tokens, SamplingParams(max_tokens=2))
+        )
+    while (plan := scheduler.plan()) is not None:
+        scheduler.commit(plan, runner.launch(plan).result())

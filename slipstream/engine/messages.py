@@ -1,8 +1,11 @@
 """The messages between server and engine, as plain data. No torch here.
 
-Server to engine: `GenerateRequest`, `Cancel`, `StatsPeriod`, `Shutdown`. Engine to server: one
-`EngineInfo` when the engine is ready, then one `StepOutputs` per step (parallel lists, not objects)
-and regular `EngineStats`.
+Server to engine: `GenerateRequest`, `Cancel`, `StatsPeriod`, `DropFrontEnd`, `Shutdown`. Engine to
+server: one `EngineInfo` when the engine is ready, then one `StepOutputs` per step (parallel lists,
+not objects) and regular `EngineStats`.
+
+A server has one or several processes, its front ends. Front end 0 is the primary one, which starts
+the engine. The high bits of a request id are the number of the front end that sent the request.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import cast
 
 # Upper bounds, in seconds, of the histogram of queue times; the last bucket has none.
 QUEUE_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
+FRONTEND_SHIFT = 48  # request id >> FRONTEND_SHIFT: the front end that sent the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,16 @@ class StatsPeriod:
     """Send `EngineStats` at most this often while there is work; 0: after each step."""
 
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DropFrontEnd:
+    """Stop all requests of a front end that has ended, and connect to the socket of its
+    successor.
+    """
+
+    index: int
+    socket: str  # a path that the successor binds
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,10 @@ class EngineInfo:
     max_beam_width: int = 1  # of one request
     # every layer has a sliding window, so that a sequence may be longer than the cache
     windowed: bool = False
+    step_tokens: int = 0  # token budget of one step
+    # what decided max_rows; one of memory.division.RowBound
+    rows_bound: str = ""
+    cache_dtype: str = ""  # of keys and values
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from slipstream.engine.cache.host_cache import HostCache, view_blocks
 from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.rows import Rows
 from slipstream.engine.transfer import to_device
+from slipstream.kernels import invariant_attention
 from slipstream.kernels.adapters import AdapterPages, CpuStepAdapters
 from slipstream.kernels.attention import plan_attention
 from slipstream.model.transformer import Step, Transformer
@@ -80,7 +81,8 @@ class Runner:
         rows, lengths = sampling_places(plan, range(len(plan.rows)))
         if not rows:
             return Handle(None, prompts, pooled)
-        sampled = sampler.sample(logits, rows, lengths, self.rows)
+        deterministic = self.model.options.deterministic
+        sampled = sampler.sample(logits, rows, lengths, self.rows, deterministic)
         self.rows.tokens[rows, lengths] = sampled.tokens  # the next step reads them
         return Handle(sampled, prompts, pooled)
 
@@ -111,6 +113,8 @@ class Runner:
         ends = np.cumsum(counts)
         position_of_token = np.arange(ends[-1]) + np.repeat(positions - (ends - counts), counts)
         tables = self.rows.tables.numpy()
+        deterministic = self.model.options.deterministic
+        plan_rows = invariant_attention.plan_attention if deterministic else plan_attention
         blocks = tables[row_of_token, position_of_token // self.block_tokens].astype(np.int64)
         slots = torch.from_numpy(blocks * self.block_tokens + position_of_token % self.block_tokens)
         token_positions = torch.from_numpy(position_of_token)
@@ -118,9 +122,7 @@ class Runner:
             token_ids=self.rows.tokens[torch.from_numpy(row_of_token), token_positions],
             positions=token_positions,
             slots=slots,
-            attention=plan_attention(
-                tables[rows], positions, counts, self.block_tokens, self.cache
-            ),
+            attention=plan_rows(tables[rows], positions, counts, self.block_tokens, self.cache),
             samples=torch.from_numpy(logit_tokens),
             adapters=self._step_adapters(plan),
             embeddings=self.rows.prompts.find_embeddings(plan.rows, plan.positions, plan.counts),
@@ -130,7 +132,11 @@ class Runner:
         if self.adapters is None:
             return None
         pages = [self.rows.pages[row] for row in plan.rows]
-        return CpuStepAdapters(self.adapters, pages, plan.counts) if any(pages) else None
+        if not any(pages):
+            return None
+        return CpuStepAdapters(
+            self.adapters, pages, plan.counts, batch_invariant=self.model.options.deterministic
+        )
 
 
 def sampling_places(plan: StepPlan, entries: Iterable[int]) -> tuple[list[int], list[int]]:

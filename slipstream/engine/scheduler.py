@@ -17,7 +17,7 @@ from slipstream.engine.adapters.cache import AdapterCache
 from slipstream.engine.beams.group import BeamGroup, apply_decisions
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.cache.window import Window
-from slipstream.engine.capacity import Capacity
+from slipstream.engine.capacity import Capacity, beam_limit
 from slipstream.engine.constraints.revisions import Revisions
 from slipstream.engine.messages import EngineStats, StepOutputs
 from slipstream.engine.outputs import OutputBuffer
@@ -28,6 +28,7 @@ from slipstream.engine.row_block_manager import RowBlockManager
 from slipstream.engine.settings import Policy
 from slipstream.engine.speculation import DraftProposer, propose_draft_tokens
 from slipstream.engine.statistics import Counters, QueueTimes, to_timing
+from slipstream.engine.step_budget import StepBudget, StepWork
 from slipstream.engine.waiting import (
     WaitingQueue,
     release_dependents,
@@ -52,14 +53,18 @@ class Scheduler:
         adapters: AdapterCache | None = None,
         window: Window | None = None,
         revision_threads: int = 0,
+        target_seconds: float | None = None,
     ) -> None:
-        """revision_threads: threads that revise outputs beside the steps; 0: no threads"""
+        """revision_threads: threads that revise outputs beside the steps; 0: no threads
+
+        target_seconds: the time that a step with running streams may take; None: any
+        """
         self.blocks = blocks
         # Without chunks a whole prompt must fit one step.
         self.step_tokens = step_tokens if chunked else max(step_tokens, max_sequence_tokens)
         self.vocab_size = vocab_size
         self.capacity = Capacity(
-            max_rows, max_sequence_tokens, vocab_size, min(max_beam_width or max_rows, max_rows)
+            max_rows, max_sequence_tokens, vocab_size, beam_limit(max_beam_width, max_rows)
         )
         self.policy = policy
         self.chunked = chunked
@@ -77,6 +82,7 @@ class Scheduler:
         self._counters = Counters()
         self._queue_times = QueueTimes(clock)
         self._revisions = Revisions(revision_threads) if revision_threads else None
+        self.step_budget = StepBudget(target_seconds, self.step_tokens) if target_seconds else None
         self._results = ResultHandler(
             self._outputs, self._counters, self._finish, self._drop, self._revisions
         )
@@ -154,6 +160,7 @@ class Scheduler:
         plan = StepPlan(step=self._counters.steps)
         self._waiting.push(*self._adapters.begin_step(plan.step))
         preemptions = self._counters.preemptions
+        began = self._clock() if self.step_budget is not None else 0.0
         self._manager.begin_plan()
         budget = self._plan_running(plan, self.step_tokens)
         # Admit no request in a step that preempted: the freed blocks belong to the requests that
@@ -164,6 +171,8 @@ class Scheduler:
             return None
         plan.saves = self.blocks.host.take_saves()
         self._adapters.complete_plan(plan)
+        if self.step_budget is not None:
+            self.step_budget.begin(plan, began)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
@@ -171,6 +180,8 @@ class Scheduler:
         index = 0
         results = self._results
         results.now = self._clock()
+        if self.step_budget is not None:
+            self.step_budget.end(plan, results.now)
         self._adapters.plan_returned(plan)
         by_epoch = self._manager.by_epoch
         block_tokens = self.blocks.block_tokens
@@ -220,6 +231,8 @@ class Scheduler:
         the others are preempted.
         """
         self._adapters.plan_returned(plan)
+        if self.step_budget is not None:
+            self.step_budget.abandon(plan)
         affected: list[tuple[int, Request]] = []  # (tokens in the plan, request)
         for row, epoch, count in zip(plan.rows, plan.epochs, plan.counts, strict=True):
             request = self._manager.by_epoch.get((row, epoch))
@@ -278,7 +291,11 @@ class Scheduler:
         ):
             if budget > 0:
                 budget -= self._schedule_up_to(plan, request, 1, max(1, budget - still_to_schedule))
-        for request in sorted(longer, key=lambda r: (-r.submitted.priority, r.arrival)):
+        longer.sort(key=lambda r: (-r.submitted.priority, r.arrival))
+        if self.step_budget is not None and len(longer) < len(self._manager.running):
+            position = longer[0].scheduled if longer else 0
+            budget = min(budget, self.step_budget.prompt_tokens(StepWork.of(plan), position))
+        for request in longer:
             budget -= self._schedule_up_to(
                 plan, request, self._chunk(request.deficit, budget), budget
             )

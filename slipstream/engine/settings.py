@@ -4,6 +4,7 @@ process reads them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -11,6 +12,7 @@ from typing import Any, Literal, get_args
 from slipstream.kernels.options import KernelOptions
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
+CacheType = Literal["auto", "fp8"]
 MOST_RANK = 256  # of an adapter
 
 
@@ -22,19 +24,27 @@ class EngineSettings:
 
     dtype: str = "auto"  # auto, bfloat16, float16 or float32
     device: str = "auto"  # auto, cpu or cuda
-    max_rows: int = 64  # requests that run at the same time
+    max_rows: int | None = None  # requests that run at the same time
     step_tokens: int | None = None  # token budget of one step
+    # milliseconds that a step with running streams may take: prompts are computed in smaller chunks
+    target_itl_ms: float | None = None  # None: any time
     block_tokens: int = 32
     cache_tokens: int | None = None  # size of the KV cache
-    # share of the GPU memory left after the weights, when cache_tokens is None
+    cache_bytes: int | None = None  # the same in bytes; it overrides cache_tokens
+    # share of the GPU memory left after the weights, when the size of the cache is None
     cache_memory_fraction: float = 0.9
+    # share of the whole GPU memory that the engine may take, weights included, in place of
+    # cache_memory_fraction
+    gpu_memory_utilization: float | None = None
+    # fp8: 8-bit keys and values, if the device has instructions for them; auto: as built
+    cache_dtype: CacheType = "auto"
     # prompt + output of one request; at most what the engine folder allows
     max_sequence_tokens: int | None = None
     policy: Policy = "guaranteed_no_evict"
     reuse: bool = True  # keep the blocks of finished requests for requests with the same prefix
     chunked: bool = True  # a long prompt may be spread over several steps
     threads: int | None = None  # CPU threads; None: the cores that this process may use
-    max_beam_width: int | None = None  # of one request; None: max_rows
+    max_beam_width: int | None = None  # of one request; None: as many as rows, at most 64
     # attention windows of the layers, repeated from the first; empty: the model's own
     attention_windows: Sequence[int] = ()
     sink_tokens: int = 0  # part of a window that covers the first tokens of the sequence
@@ -48,6 +58,8 @@ class EngineSettings:
     # share of the GPU memory left after weights and KV cache, for adapters in use
     adapter_memory_fraction: float = 0.05
     adapter_host_bytes: int = 2**30  # host memory for adapters that are not in use
+    # the same tokens for a request whatever runs beside it, in every type; slower
+    deterministic: bool = False
     # Optimisations of the GPU that a person debugging may turn off; see KernelOptions.
     compressed_weights: bool = True  # 12-bit copies of bf16 weights for steps of few tokens
     compressed_kv_cache: bool = True  # bf16 keys and values in 12 bits
@@ -61,11 +73,23 @@ class EngineSettings:
 
     def _check_sizes(self) -> None:
         self._check_at_least(1, "max_rows", "block_tokens", "step_tokens", "max_beam_width")
+        self._check_at_least(1, "cache_bytes")
         self._check_not_negative("host_cache_bytes", "lookup_tokens")
         self._check_fraction("cache_memory_fraction")
-        if self.policy not in get_args(Policy):
+        self._check_fraction("gpu_memory_utilization")
+        self._check_target()
+        self._check_one_of("policy", get_args(Policy))
+        self._check_one_of("cache_dtype", get_args(CacheType))
+
+    def _check_target(self) -> None:
+        if self.target_itl_ms is None:
+            return
+        if not 0.0 < self.target_itl_ms < math.inf:
+            raise ValueError(f"target_itl_ms must be positive, not {self.target_itl_ms}")
+        if not self.chunked:
             raise ValueError(
-                f"policy must be guaranteed_no_evict or max_utilization, not {self.policy!r}"
+                "target_itl_ms needs prompts in chunks: set chunked (enable_chunked_context), or "
+                "remove target_itl_ms"
             )
 
     def _check_adapters(self) -> None:
@@ -102,16 +126,23 @@ class EngineSettings:
 
     def _check_fraction(self, name: str) -> None:
         value = getattr(self, name)
-        if not 0.0 < value <= 1.0:
+        if value is not None and not 0.0 < value <= 1.0:
             raise ValueError(f"{name} must be in (0, 1], not {value}")
+
+    def _check_one_of(self, name: str, allowed: Sequence[str]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise ValueError(f"{name} must be {' or '.join(allowed)}, not {value!r}")
 
     @property
     def kernel_options(self) -> KernelOptions:
+        fastest = not self.deterministic  # kernels that are chosen by the tokens of a step
         return KernelOptions(
-            compressed_weights=self.compressed_weights,
-            compressed_kv_cache=self.compressed_kv_cache,
-            fused_gemv=self.fused_gemv,
-            mixed_graphs=self.mixed_graphs,
+            compressed_weights=self.compressed_weights and fastest,
+            compressed_kv_cache=self.compressed_kv_cache and fastest,
+            fused_gemv=self.fused_gemv and fastest,
+            mixed_graphs=self.mixed_graphs and fastest,
+            deterministic=self.deterministic,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.engine import memory
 from slipstream.engine.adapters.cache import AdapterCache
 from slipstream.engine.adapters.loader import ReadFolder, create_adapters
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.cache.host_cache import HostCache
 from slipstream.engine.cache.window import Window
-from slipstream.engine.loop import EngineLoop, StepRunner
+from slipstream.engine.loop import EngineLoop, Progress, StepRunner, warm_up
+from slipstream.engine.memory import division
+from slipstream.engine.memory.host import read_host_memory
 from slipstream.engine.messages import EngineInfo
-from slipstream.engine.request import GenerateRequest
 from slipstream.engine.runner import Runner
-from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settings import EngineSettings
 from slipstream.kernels import packed_cache
@@ -31,17 +29,13 @@ from slipstream.model.spec import ModelSpec
 from slipstream.model.transformer import Transformer
 
 if TYPE_CHECKING:
-    from slipstream.engine.gpu.runner import GpuRunner
+    from slipstream.kernels.gpu.compilation.pool import CompilePool
 
 # A CPU computes about this many prompt tokens before other requests notice the delay.
 _CPU_STEP_TOKENS = 512
 # Enough to keep a GPU's tensor cores busy; more only delays other requests.
 _GPU_STEP_TOKENS = 8192
-_WARM_UP_REQUEST = -1
-# tokens of each prompt in a warm-up step with the full budget; more where there are few rows
-_WARM_UP_TOKENS = 1024
 
-Progress = Callable[[int, int], None]
 
 # One thread for the masks of guided requests: the matchers of a grammar share a lock, and a thread
 # that waits for it stops all others. On a CPU it would take a core from the model.
@@ -56,6 +50,7 @@ class EngineSizes:
     dtype: torch.dtype
     longest: int  # tokens of the longest sequence
     step_tokens: int  # token budget of one step
+    depth: int = 1  # plans in flight
 
 
 def create_engine(
@@ -63,50 +58,74 @@ def create_engine(
     tensors: dict[str, Tensor],
     settings: EngineSettings,
     longest_sequence: int,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = lambda phase, done, total: None,
     read_adapter: ReadFolder | None = None,
     fp8_cache: bool = False,
     most_step_tokens: int | None = None,
+    most_rows: int | None = None,
+    compiler: CompilePool | None = None,
 ) -> EngineLoop:
-    """Create an engine from weights in memory. `tensors` is emptied.
-
-    `weights.load.start_engine` reads an engine folder from disk and then calls this function.
+    """Create an engine from weights in memory. `tensors` is emptied. For weights on disk, see
+    `weights.load.start_engine`.
 
     longest_sequence: prompt + output that the engine folder allows.
     most_step_tokens: tokens per step that the engine folder allows, unless the settings say more.
+    most_rows: rows that the engine folder allows, unless the settings say more.
     read_adapter: reads the folders of adapters; without it, adapters come with requests only.
     fp8_cache: keep keys and values in 8 bits, if the device has instructions for that.
+    compiler: processes that compile the kernels of a GPU; None: they compile when first launched.
     """
     began = time.monotonic()
     sizes = _choose_sizes(settings, longest_sequence, most_step_tokens)
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    fp8_cache = fp8_cache or settings.cache_dtype == "fp8"
     model = _create_model(spec, tensors, settings, sizes, fp8_cache)
-    copy_bytes, blocks = _divide_memory(model, settings, sizes.longest)
-    prepared = _prepare_runner(model, settings, sizes, blocks, progress)
+    parts = _divide_memory(model, settings, sizes, most_rows)
+    prepared = _prepare_runner(model, settings.block_tokens, sizes, parts, progress, compiler)
     runner = prepared.runner
-    slots = _add_host_cache(runner, settings, blocks)
-    pool = BlockPool(blocks, settings.block_tokens, settings.reuse, slots)
-    adapters = create_adapters(spec, settings, sizes.dtype, sizes.device, read_adapter)
-    scheduler = _create_scheduler(model, settings, sizes, pool, adapters.cache)
-    info = EngineInfo(
-        vocab_size=spec.vocab_size,
+    slots = _add_host_cache(runner, settings, parts.blocks)
+    pool = BlockPool(parts.blocks, settings.block_tokens, settings.reuse, slots)
+    adapters = create_adapters(spec, settings, parts.rows, sizes.dtype, sizes.device, read_adapter)
+    scheduler = _create_scheduler(model, settings, sizes, parts.rows, pool, adapters.cache)
+    loaded = time.monotonic() - began
+    info = _describe(scheduler, settings, sizes, parts, prepared, weight_bytes, loaded)
+    return EngineLoop(scheduler, runner, info, sizes.depth, adapters)
+
+
+def _describe(
+    scheduler: Scheduler,
+    settings: EngineSettings,
+    sizes: EngineSizes,
+    parts: MemoryParts,
+    prepared: _Prepared,
+    weight_bytes: int,
+    load_seconds: float,
+) -> EngineInfo:
+    return EngineInfo(
+        vocab_size=scheduler.vocab_size,
         max_sequence_tokens=sizes.longest,
-        max_rows=settings.max_rows,
-        total_blocks=blocks,
+        max_rows=parts.rows,
+        total_blocks=parts.blocks,
         block_tokens=settings.block_tokens,
         device=str(sizes.device),
         dtype=str(sizes.dtype).removeprefix("torch."),
         weight_bytes=weight_bytes,
-        cache_bytes=runner.cache.nbytes,
-        load_seconds=time.monotonic() - began,
+        cache_bytes=prepared.runner.cache.nbytes,
+        load_seconds=load_seconds,
         step_bytes=prepared.step_bytes,
         graph_bytes=prepared.graph_bytes,
-        compressed_weight_bytes=copy_bytes,
+        compressed_weight_bytes=parts.copy_bytes,
         max_beam_width=scheduler.capacity.beam_width,
         windowed=scheduler.window is not None,
+        step_tokens=sizes.step_tokens,
+        rows_bound=parts.rows_bound,
+        cache_dtype=_describe_cache_dtype(prepared.runner.cache.dtype),
     )
-    overlaps = sizes.device.type == "cuda" and settings.overlap
-    return EngineLoop(scheduler, runner, info, depth=2 if overlaps else 1, adapters=adapters)
+
+
+def _describe_cache_dtype(dtype: torch.dtype) -> str:
+    names = {packed_cache.DTYPE: "bfloat16 in 12 bits", torch.float8_e4m3fn: "fp8"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _choose_sizes(
@@ -122,6 +141,7 @@ def _choose_sizes(
         dtype=getattr(torch, _dtype_name(settings.dtype, on_gpu)),
         longest=min(longest_sequence, settings.max_sequence_tokens or longest_sequence),
         step_tokens=settings.step_tokens or min(usual, most_step_tokens or usual),
+        depth=2 if on_gpu and settings.overlap else 1,
     )
 
 
@@ -146,6 +166,15 @@ def _create_model(
     return model
 
 
+class MemoryParts(NamedTuple):
+    """How the memory of the device is divided."""
+
+    rows: int  # requests that run at the same time
+    blocks: int  # of the KV cache, without the null block
+    copy_bytes: int = 0  # 12-bit copies of weights
+    rows_bound: division.RowBound = "default"  # what decided the number of rows
+
+
 class _Prepared(NamedTuple):
     runner: StepRunner
     step_bytes: int = 0  # GPU memory that a step with the full budget takes
@@ -154,28 +183,31 @@ class _Prepared(NamedTuple):
 
 def _prepare_runner(
     model: Transformer,
-    settings: EngineSettings,
+    block_tokens: int,
     sizes: EngineSizes,
-    blocks: int,
+    parts: MemoryParts,
     progress: Progress,
+    compiler: CompilePool | None,
 ) -> _Prepared:
     """Create the runner of this device and warm it up."""
     if model.device.type == "cuda":
         # needs Triton, which a CPU installation lacks
         from slipstream.engine.gpu.runner import GpuRunner
+        from slipstream.engine.gpu.warm_up import GpuWarmUp
 
-        gpu_runner = GpuRunner(
-            model, blocks, settings.block_tokens, settings.max_rows, sizes.longest
-        )
-        return _prepare_gpu(gpu_runner, settings.max_rows, sizes, blocks, progress)
-    runner = Runner(model, blocks, settings.block_tokens, settings.max_rows, sizes.longest)
-    warm_up(model.spec, runner, blocks, sizes.longest)
+        gpu_runner = GpuRunner(model, parts.blocks, block_tokens, parts.rows, sizes.longest)
+        steps = GpuWarmUp(gpu_runner, parts.rows, sizes.step_tokens, sizes.longest, parts.blocks)
+        if compiler is not None:
+            steps.compile_kernels(compiler, progress)
+        return _Prepared(gpu_runner, *steps.run(progress))
+    runner = Runner(model, parts.blocks, block_tokens, parts.rows, sizes.longest)
+    warm_up(runner, model.spec.vocab_size, parts.blocks, sizes.longest)
     return _Prepared(runner)
 
 
 def _add_host_cache(runner: StepRunner, settings: EngineSettings, blocks: int) -> int:
     """Add host memory for evicted blocks to the runner; return how many fit."""
-    slots = memory.host_slots(settings.host_cache_bytes, runner.cache.nbytes, blocks)
+    slots = division.host_slots(settings.host_cache_bytes, runner.cache.nbytes, blocks)
     if slots and settings.reuse:
         runner.host = HostCache(runner.cache, slots, settings.block_tokens)
     return slots
@@ -185,12 +217,13 @@ def _create_scheduler(
     model: Transformer,
     settings: EngineSettings,
     sizes: EngineSizes,
+    rows: int,
     pool: BlockPool,
     adapters: AdapterCache,
 ) -> Scheduler:
     return Scheduler(
         pool,
-        settings.max_rows,
+        rows,
         sizes.step_tokens,
         sizes.longest,
         model.spec.vocab_size,
@@ -201,69 +234,8 @@ def _create_scheduler(
         adapters=adapters,
         window=Window.from_rules((layer.rule for layer in model.layers), sizes.longest),
         revision_threads=_REVISION_THREADS if sizes.device.type == "cuda" else 0,
+        target_seconds=None if settings.target_itl_ms is None else settings.target_itl_ms / 1000,
     )
-
-
-def warm_up(
-    spec: ModelSpec,
-    runner: StepRunner,
-    total_blocks: int,
-    longest: int,
-    tokens: int = 16,
-    requests: int = 1,
-    steps: int = 1,
-) -> None:
-    """Run requests of `tokens` tokens through the runner, so that users do not wait for its first
-    calls.
-
-    steps: the number of steps that the prompt of a single request takes.
-    """
-    pool = BlockPool(total_blocks, runner.block_tokens, reuse=False)
-    tokens = min(tokens, longest - 2, total_blocks * runner.block_tokens // requests - 2)
-    budget = requests * longest if steps == 1 else max(1, -(-tokens // steps))
-    scheduler = Scheduler(pool, requests, budget, longest, spec.vocab_size)
-    for number in range(requests):
-        scheduler.add(
-            GenerateRequest(_WARM_UP_REQUEST - number, [0] * tokens, SamplingParams(max_tokens=2))
-        )
-    while (plan := scheduler.plan()) is not None:
-        scheduler.commit(plan, runner.launch(plan).result())
-
-
-def _prepare_gpu(
-    runner: GpuRunner, max_rows: int, sizes: EngineSizes, blocks: int, progress: Progress
-) -> _Prepared:
-    """Compile kernels, run a step with the full budget and capture CUDA graphs."""
-    from slipstream.engine.gpu.graphs import batch_sizes  # these need Triton
-    from slipstream.engine.gpu.mixed_graphs import MAX_PREFILLS
-    from slipstream.kernels.gpu.prefill_tiles import LARGE_TILES_FROM
-
-    spec = runner.model.spec
-    longest = sizes.longest
-    budget = sizes.step_tokens
-    runner.model.prepare_gates()
-    warm_up(spec, runner, blocks, longest)
-    each = max(1, min(longest - 2, budget, max(_WARM_UP_TOKENS, -(-budget // max_rows))))
-    held = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    warm_up(spec, runner, blocks, longest, each, max(1, min(budget // each, max_rows)))
-    step_bytes = torch.cuda.max_memory_allocated() - held
-    # Long prompts, and prompts of several steps, have kernels of their own. They are compiled now,
-    # because a compilation delays all requests.
-    for tokens in (
-        (_WARM_UP_TOKENS, LARGE_TILES_FROM)
-        if longest - 2 >= LARGE_TILES_FROM
-        else (_WARM_UP_TOKENS,)
-    ):
-        warm_up(spec, runner, blocks, longest, tokens)
-        warm_up(spec, runner, blocks, longest, tokens, steps=2)
-    free, _ = torch.cuda.mem_get_info()
-    runner.capture(max_rows, progress)
-    # The library loads its kernels when they are first used. Steps with fewer prompts are captured.
-    for prompts in (size for size in batch_sizes(max_rows) if MAX_PREFILLS < size <= blocks):
-        warm_up(spec, runner, blocks, longest, 2, prompts)
-    graph_bytes = max(0, free - torch.cuda.mem_get_info()[0])
-    return _Prepared(runner, step_bytes, graph_bytes)
 
 
 def usable_cores() -> int:
@@ -308,28 +280,44 @@ def _dtype_name(dtype: str, on_gpu: bool) -> str:
     return dtype
 
 
-def _divide_memory(model: Transformer, settings: EngineSettings, longest: int) -> tuple[int, int]:
-    """Divide the memory that the weights leave free, and make 12-bit copies of weights.
+def _divide_memory(
+    model: Transformer, settings: EngineSettings, sizes: EngineSizes, most_rows: int | None
+) -> MemoryParts:
+    """Divide the memory that the weights leave free, and make 12-bit copies of weights."""
+    sequence = division.SequenceSizes(
+        block_bytes=model.cached_bytes * settings.block_tokens,
+        block_tokens=settings.block_tokens,
+        longest=sizes.longest,
+        vocab_size=model.spec.vocab_size,
+    )
+    limits = division.RowLimits(settings.max_rows, most_rows)
+    if model.device.type == "cuda":
+        return _divide_gpu_memory(model, settings, sizes.step_tokens, sequence, limits)
+    available = read_host_memory().available
+    wanted = division.cache_tokens(settings.cache_tokens, settings.cache_bytes, sequence)
+    blocks = division.cpu_blocks(available, sequence, wanted)
+    rows, bound = division.cpu_rows(available, sequence, sizes.step_tokens, blocks, limits)
+    return MemoryParts(rows, blocks, rows_bound=bound)
 
-    Returns the bytes of the copies and the number of blocks of the cache.
-    """
-    size = settings.block_tokens
-    block_bytes = model.cached_bytes * size
-    if model.device.type != "cuda":
-        machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return 0, memory.cpu_blocks(
-            machine_bytes, block_bytes, size, longest, settings.cache_tokens
-        )
-    free, _ = torch.cuda.mem_get_info(model.device)
-    budget = memory.gpu_budget(
-        free, settings.max_rows, model.spec.vocab_size, longest, settings.cache_memory_fraction
-    )
-    copy_bytes = model.compress_weights(
-        memory.copy_budget(budget, block_bytes, size, longest, settings.cache_tokens)
-    )
+
+def _divide_gpu_memory(
+    model: Transformer,
+    settings: EngineSettings,
+    step_tokens: int,
+    sequence: division.SequenceSizes,
+    limits: division.RowLimits,
+) -> MemoryParts:
+    free, total = torch.cuda.mem_get_info(model.device)
+    fraction = settings.cache_memory_fraction
+    if settings.gpu_memory_utilization is not None:
+        own = torch.cuda.memory_reserved(model.device)
+        free = division.usable_bytes(free, total, own, settings.gpu_memory_utilization)
+        fraction = 1.0
+    wanted = division.cache_tokens(settings.cache_tokens, settings.cache_bytes, sequence)
+    rows, bound = division.gpu_rows(free, sequence, step_tokens, fraction, wanted, limits)
+    budget = division.gpu_budget(free, rows, sequence, step_tokens, fraction)
+    copy_bytes = model.compress_weights(division.copy_budget(budget, sequence, wanted))
     if copy_bytes:
         torch.cuda.empty_cache()  # memory that packing took temporarily
-    blocks = memory.gpu_blocks(
-        budget - copy_bytes, block_bytes, size, longest, settings.max_rows, settings.cache_tokens
-    )
-    return copy_bytes, blocks
+    blocks = division.gpu_blocks(budget - copy_bytes, sequence, rows, settings.reuse, wanted)
+    return MemoryParts(rows, blocks, copy_bytes, bound)

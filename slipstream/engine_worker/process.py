@@ -7,22 +7,24 @@ after the CPU probe has set the environment that torch reads.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
+import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
+from slipstream.kernels.gpu.compilation.pool import start_pool
+from slipstream.server.engine_link.engine_end import EngineEnd
 from slipstream.server.engine_link.link import (
     EXIT_WITH_REASON,
-    EngineEnd,
     EngineFailed,
     StartOrder,
 )
@@ -30,47 +32,56 @@ from slipstream.server.engine_link.serve import Loop, describe, freeze_garbage_c
 from slipstream.server.log.capture import capture_python_reports
 from slipstream.server.log.formats import RELAYED
 from slipstream.server.log.output import configure_log
+from slipstream.server.log.parent import die_with
 
 logger = logging.getLogger("slipstream.engine_worker.process")
-
-_PR_SET_PDEATHSIG = 1
-
 
 StartLoop = Callable[[str, EngineSettings], Loop]
 
 
 def start_real_engine(engine_folder: str, settings: EngineSettings) -> Loop:
+    on_gpu = not cpu_probe.runs_on_cpu(settings)
+    compiler = start_pool(_kernels_of(engine_folder, settings)) if on_gpu else None
     settings = cpu_probe.prepare(settings)
     from slipstream.engine.constraints.constraints import Constraints
     from slipstream.server.text.vocabulary import read_vocabulary
     from slipstream.weights.load import start_engine
 
-    loop = start_engine(engine_folder, settings, show_capture)
+    try:
+        loop = start_engine(engine_folder, settings, show_progress, compiler)
+    finally:
+        if compiler is not None:
+            compiler.close()
     loop.constraints = Constraints(partial(read_vocabulary, engine_folder, loop.info.vocab_size))
     return loop
 
 
-def show_capture(done: int, total: int) -> None:
-    """How far the capture of decode steps has come: a bar on a terminal, a line each quarter
+def _kernels_of(engine_folder: str, settings: EngineSettings) -> str:
+    """Return a text that decides which kernels an engine needs."""
+    config = Path(engine_folder, "config.json")
+    shape = config.read_text() if config.is_file() else ""  # the loader reports it
+    return shape + json.dumps(settings.to_json())
+
+
+def show_progress(phase: str, done: int, total: int) -> None:
+    """Show how far a phase of the start has come: a bar on a terminal, a line each quarter
     elsewhere.
     """
     if sys.stderr.isatty():
         bar = "#" * (30 * done // total)
-        sys.stderr.write(
-            f"\r  capturing decode steps [{bar:<30}] {done}/{total}" + "\n" * (done == total)
-        )
+        sys.stderr.write(f"\r  {phase:<24} [{bar:<30}] {done}/{total}" + "\n" * (done == total))
         sys.stderr.flush()
     elif 4 * done // total > 4 * (done - 1) // total:
-        logger.info("captured %d of %d decode steps", done, total)
+        logger.info("%s: %d of %d", phase, done, total)
 
 
 def main(start_loop: StartLoop = start_real_engine) -> int:
     """Serve as the order on the command line says. Returns the exit code."""
     order = msgspec.json.decode(sys.argv[1], type=StartOrder)
-    if not _die_with(order.parent_process):
+    if not die_with(order.parent_process):
         return 1
     _prepare_signals()
-    link = EngineEnd(order.socket)
+    link = EngineEnd(order.sockets)
     try:
         loop = start_loop(order.engine_folder, EngineSettings.from_json(order.settings))
     except Exception as error:
@@ -94,16 +105,6 @@ def _leave(link: EngineEnd, error: Exception, with_traceback: bool) -> int:
     link.send(EngineFailed(reason))
     link.close()
     return EXIT_WITH_REASON
-
-
-def _die_with(parent_process: int) -> bool:
-    """Ask the kernel to kill this process when its parent ends. False when the parent has ended
-    already.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    return os.getppid() == parent_process
 
 
 def _prepare_signals() -> None:

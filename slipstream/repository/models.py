@@ -282,7 +282,7 @@ def _read_engine(
             repository,
             problems,
         ),
-        settings=_set_beam_width(settings, engine),
+        settings=_apply_build_limits(settings, engine, config, problems),
         decoupled=config.decoupled,
         exclude_input_in_output=parameters.get("exclude_input_in_output", False),
         normalize_log_probs=parameters.get("normalize_log_probs", True),
@@ -345,11 +345,26 @@ def _find_tokenizer_model(
     return naming[0] if naming else None
 
 
-def _set_beam_width(settings: EngineSettings, engine: EngineConfig) -> EngineSettings:
-    """Return the settings, with the beam width of the build if the repository sets none."""
-    if settings.max_beam_width is not None:
-        return settings
-    return replace(settings, max_beam_width=engine.build.max_beam_width)
+def _apply_build_limits(
+    settings: EngineSettings, engine: EngineConfig, config: ModelConfig, problems: Problems
+) -> EngineSettings:
+    """Return the settings within the limits of the build.
+
+    The build's max_batch_size bounds max_num_sequences. Its beam width applies if the repository
+    sets none.
+    """
+    beams = settings.max_beam_width or engine.build.max_beam_width
+    rows = settings.max_rows
+    most = engine.build.chosen("max_batch_size")
+    if rows is not None and most is not None and rows > most:
+        key = "parameters.max_num_sequences"
+        text = (
+            f"{rows} is lowered to {most}, the engine's max_batch_size; build the engine with a "
+            "larger --max_batch_size, or start with --max-batch-size"
+        )
+        problems.warn(config.file, config.line(key), key, text)
+        rows = most
+    return replace(settings, max_rows=rows, max_beam_width=beams)
 
 
 def _warn_if_prompt_is_repeated(

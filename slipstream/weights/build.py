@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.version import VERSION
-from slipstream.weights.build_plan import BuildPlan, plan_build
+from slipstream.weights.build_plan import BuildPlan, hashed_details, plan_build
 from slipstream.weights.engine_config import (
     CONFIG_NAME,
     FORMAT,
@@ -133,7 +133,7 @@ def _content_hash(source: Source, plan: EnginePlan, files: dict[str, str]) -> st
     """Return a hash that is equal for folders that behave the same, whatever their sources."""
     what = [
         source.spec.to_config(),
-        asdict(plan.details),
+        hashed_details(plan.details),
         asdict(source.generation),
         sorted(files.items()),
     ]

@@ -47,9 +47,17 @@ def plan_build(
         source.fingerprint(),
         stored,
         asdict(quantisation),
-        asdict(details),
+        hashed_details(details),
     ]
     if source.pooling is not None:
         inputs.append(asdict(source.pooling))
     inputs_hash = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
     return BuildPlan(stored, quantisation, details, inputs_hash)
+
+
+def hashed_details(details: BuildLimits | RankMapping) -> dict[str, Any]:
+    """Return what a folder's hashes cover. Limits that were not given add only their numbers."""
+    values = asdict(details)
+    if not values.get("given", True):
+        del values["given"]
+    return values

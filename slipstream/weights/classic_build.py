@@ -106,7 +106,7 @@ def choose_limits(spec: ModelSpec, given: Mapping[str, int], notes: list[str]) -
         for name in ("max_batch_size", "max_num_tokens", "max_beam_width")
         if name in given
     }
-    return BuildLimits(**sizes, **others)
+    return BuildLimits(**sizes, **others, given=tuple(others))
 
 
 def read_build_config(path: Path) -> dict[str, int]:

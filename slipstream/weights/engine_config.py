@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,26 @@ class BuildLimits:
     max_batch_size: int = 64
     max_num_tokens: int = 8192
     max_beam_width: int = 1
+    # limits that the user of the build gave, even if they are the same as the defaults
+    given: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def for_model(cls, spec: ModelSpec) -> BuildLimits:
         return cls(max_input_len=spec.max_positions, max_seq_len=spec.max_positions)
+
+    def chosen(self, name: str) -> int | None:
+        """Return a limit that somebody chose; None: it is a default.
+
+        Folders of earlier releases do not say what was given: other values than the default were.
+        """
+        value: int = getattr(self, name)
+        return value if name in self.given or value != getattr(type(self), name) else None
+
+    def to_config(self) -> dict[str, int]:
+        """Return the numbers, as config.json holds them."""
+        numbers = asdict(self)
+        del numbers["given"]
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -128,9 +144,9 @@ def config_document(
                 "exclude_modules": list(quantisation.excluded),
             },
         },
-        "build_config": asdict(limits),
+        "build_config": limits.to_config(),
         "generation": {**asdict(generation), "end_ids": list(generation.end_ids)},
-        "slipstream": {"format": FORMAT, **own},
+        "slipstream": {"format": FORMAT, "given_limits": list(limits.given), **own},
     }
 
 
@@ -144,7 +160,7 @@ def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineC
         raise ValueError(
             f"quantisation {quantisation['quant_algo']!r} is not known to this release"
         )
-    known = BuildLimits.__dataclass_fields__
+    known = config["build_config"].keys() & (BuildLimits.__dataclass_fields__.keys() - {"given"})
     return EngineConfig(
         path=folder,
         spec=ModelSpec.from_config(pretrained),
@@ -156,7 +172,8 @@ def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineC
             tuple(quantisation.get("exclude_modules") or ()),
         ),
         build=BuildLimits(
-            **{key: int(value) for key, value in config["build_config"].items() if key in known}
+            **{name: int(config["build_config"][name]) for name in known},
+            given=tuple(own.get("given_limits", ())),
         ),
         generation=GenerationDefaults(
             tuple(generation["end_ids"]), generation["bos_id"], generation["pad_id"]

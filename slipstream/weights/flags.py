@@ -52,7 +52,8 @@ LIMITS = (
         "used",
         "value",
         "0.5-0.18",
-        "maximum batch size of a request, unless config.pbtxt sets it",
+        "maximum number of requests that run at the same time; also the batch size of a request, "
+        "unless config.pbtxt sets it",
         "max_batch_size",
     ),
     *_rows("used", "value", "0.5-0.18", "maximum number of prompt tokens", "max_input_len"),

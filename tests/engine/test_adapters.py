@@ -102,6 +102,24 @@ def test_a_mixed_batch_equals_each_adapter_merged(models, way):
     assert loop.stats().adapter_loads == len(KINDS)
 
 
+@pytest.mark.parametrize("way", [{}, {"step_tokens": 16}], ids=str)
+def test_deterministic_answers_have_the_same_bits_beside_other_adapters(models, way):
+    place, _ = models
+    names = list(itertools.islice(itertools.cycle(["", *KINDS]), 10))
+    rows = list(zip(range(10), names, prompts(len(names)), strict=True))
+    settings = {"deterministic": True, "dtype": "bfloat16", **way}
+
+    def run(chosen):
+        requests = [request(place, *row, log_probs=True) for row in chosen]
+        return run_all(engine(place / "engine", **settings), requests)
+
+    together = run(rows)
+    for row in rows[:5]:
+        alone = run([row])
+        assert alone[row[0]] == together[row[0]], row[1]
+        assert alone.log_probs[row[0]] == together.log_probs[row[0]], row[1]
+
+
 def test_adapters_do_not_share_cached_blocks(models):
     place, _ = models
     prompt = prompts(9)[8] * 3

@@ -291,6 +291,15 @@ def test_beams_and_other_requests_do_not_affect_each_other(model):
         assert together[2] == beside[2]
 
 
+@pytest.mark.parametrize(
+    ("settings", "widest"),
+    [({}, 64), ({"max_rows": 8}, 8), ({"max_beam_width": 3}, 3), ({"max_beam_width": 100}, 100)],
+)
+def test_many_rows_do_not_make_beam_searches_wider(model, settings, widest):
+    loop = engine(model[1], cache_tokens=16384, **settings)
+    assert loop.info.max_beam_width == widest
+
+
 def test_diversity_rate_favours_later_beams(model):
     _, folder = model
     plain, spread = (

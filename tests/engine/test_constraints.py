@@ -1,11 +1,15 @@
 """Masks depend on the tokens before them, however the requests are run."""
 
+import threading
+
 import pytest
 from run_engine import engine
 from run_outputs import run
 from tiny_models import VOCABULARY, config_of, random_model
 
-from slipstream.engine.constraints.constraints import All, Constraints
+from slipstream.engine.constraints import constraints
+from slipstream.engine.constraints.constraints import LONG_GUIDE, All, Constraints
+from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import Guide, SamplingParams
 from slipstream.weights.build import build_engine
@@ -120,8 +124,6 @@ def test_a_request_whose_constraint_cannot_be_built_is_refused(folder):
 
 
 def test_a_request_can_be_cancelled_while_its_constraint_is_built(folder):
-    import threading
-
     gate = threading.Event()
     loop = engine(folder)
     loop.constraints = Constraints(lambda: gate.wait(20) and None)
@@ -133,6 +135,61 @@ def test_a_request_can_be_cancelled_while_its_constraint_is_built(folder):
     outputs = run(loop, [])
     assert outputs.reasons == {1: "cancelled"}
     assert not loop.has_work()
+
+
+class SlowGuides:
+    """Takes the place of `Guides`. Long grammars are compiled when the gate opens."""
+
+    gate = threading.Event()
+
+    def __init__(self, vocabulary):
+        pass
+
+    def open(self, guide, end_ids):
+        if len(guide.text) > LONG_GUIDE:
+            assert self.gate.wait(20)
+        return Rising()
+
+
+def test_a_slow_grammar_delays_neither_words_nor_short_grammars(monkeypatch):
+    monkeypatch.setattr(constraints, "Guides", SlowGuides)
+    monkeypatch.setattr(SlowGuides, "gate", threading.Event())
+    building = Constraints(lambda: Vocabulary([b"a", b"b"], frozenset()))
+    long = Guide("regex", "a" * (LONG_GUIDE + 1))
+    samplings = [*[SamplingParams(guide=long)] * 4]
+    samplings += [SamplingParams(guide=Guide("regex", "a")), SamplingParams(bad_texts=("ab",))]
+    for number, sampling in enumerate(samplings):
+        building.start(GenerateRequest(number, [1], sampling))
+    ready: list[int] = []
+    while len(ready) < 2:
+        building.wait(20)
+        ready += [built.request.request_id for built in building.take_ready()]
+    assert sorted(ready) == [4, 5]
+    assert len(building) == 4
+    SlowGuides.gate.set()
+    while len(ready) < 6:
+        building.wait(20)
+        built = building.take_ready()
+        assert not any(one.problem for one in built)
+        ready += [one.request.request_id for one in built]
+
+
+def test_a_request_whose_grammar_takes_too_long_fails_and_names_the_field(monkeypatch):
+    monkeypatch.setattr(constraints, "Guides", SlowGuides)
+    monkeypatch.setattr(constraints, "MOST_COMPILE_SECONDS", 0.0)
+    monkeypatch.setattr(SlowGuides, "gate", threading.Event())
+    building = Constraints(lambda: Vocabulary([b"a"], frozenset()))
+    guide = Guide("regex", "a" * (LONG_GUIDE + 1))
+    building.start(GenerateRequest(1, [1], SamplingParams(guide=guide)))
+    built = []
+    while not built:
+        built = building.take_ready()
+    SlowGuides.gate.set()
+    assert built[0].constraint is None
+    assert built[0].problem == (
+        "guided_decoding_guide: takes over 15 s to compile: make it smaller"
+    )
+    assert len(building) == 0
 
 
 def test_random_arrivals_and_cancels_release_every_row_and_block(folder):

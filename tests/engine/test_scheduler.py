@@ -32,11 +32,18 @@ events = st.lists(
     st.booleans(),
     st.integers(1, 2),
     st.integers(17, 30),
+    st.sampled_from([None, 0.05]),
 )
 def test_any_traffic_gives_the_expected_tokens_and_releases_every_block(
-    story, policy, reuse, chunked, depth, blocks
+    story, policy, reuse, chunked, depth, blocks, target
 ):
-    scheduler = make_scheduler(blocks=blocks, policy=policy, reuse=reuse, chunked=chunked)
+    scheduler = make_scheduler(
+        blocks=blocks,
+        policy=policy,
+        reuse=reuse,
+        chunked=chunked,
+        target_seconds=target if chunked else None,
+    )
     harness = Harness(scheduler, depth)
     submitted: dict[int, tuple[list[int], int]] = {}
     cancelled = set()

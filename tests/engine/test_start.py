@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipstream.engine import start
+from slipstream.engine.memory.host import HostMemory
 from slipstream.engine.settings import EngineSettings
 from slipstream.model.spec import ModelSpec
 
@@ -24,12 +25,24 @@ class Model:
         return self._copy_bytes if self._copy_bytes <= most_bytes else 0
 
 
+def divide(model: Model, longest: int, settings: dict, most_rows: int | None = None):
+    sizes = start.EngineSizes(model.device, torch.bfloat16, longest, step_tokens=8192)
+    return start._divide_memory(model, EngineSettings(**settings), sizes, most_rows)
+
+
 def shared_out(
     monkeypatch, free: int, longest: int = 64, copy_bytes: int = 0, **settings
 ) -> tuple[int, int]:
     """Return the bytes of compressed weights and the blocks of the cache."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    return start._divide_memory(Model("cuda", copy_bytes), EngineSettings(**settings), longest)
+    parts = divide(Model("cuda", copy_bytes), longest, {"max_rows": 64, **settings})
+    assert parts.rows == 64
+    return parts.copy_bytes, parts.blocks
+
+
+def of_rows(rows: int, longest: int = 64) -> int:
+    """Return the bytes of rows: logits, tokens and tables."""
+    return rows * (2 * 1000 * 4 + longest * 8 + -(-longest // 32) * 4)
 
 
 def blocks(monkeypatch, free: int, longest: int = 64, **settings) -> int:
@@ -37,17 +50,36 @@ def blocks(monkeypatch, free: int, longest: int = 64, **settings) -> int:
 
 
 def on_cpu(longest: int, **settings) -> int:
-    copies, blocks = start._divide_memory(Model("cpu", 1), EngineSettings(**settings), longest)
-    assert copies == 0
-    return blocks
+    parts = divide(Model("cpu", 1), longest, settings)
+    assert parts.copy_bytes == 0
+    return parts.blocks
 
 
 def test_the_cache_leaves_memory_for_steps_and_rows(monkeypatch):
-    beside = 64 * (2 * 1000 * 4 + 64 * 8)
-    assert blocks(monkeypatch, SPARE + beside + 100 * BLOCK, cache_memory_fraction=1.0) == 100
-    assert blocks(monkeypatch, SPARE + beside + 100 * BLOCK, cache_memory_fraction=0.5) == 50
-    assert blocks(monkeypatch, SPARE + beside + 100 * BLOCK, cache_tokens=320) == 10
-    assert blocks(monkeypatch, SPARE + 2**30) == 64 * 2  # no more than all rows can fill
+    free = SPARE + of_rows(64) + 100 * BLOCK
+    assert blocks(monkeypatch, free, cache_memory_fraction=1.0) == 100
+    assert blocks(monkeypatch, free, cache_memory_fraction=0.5) == 50
+    assert blocks(monkeypatch, free, cache_tokens=320) == 10
+    # without reuse, no more than all rows can fill
+    assert blocks(monkeypatch, SPARE + 2**30, reuse=False) == 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "build", "rows"),
+    [({}, None, 1024), ({}, 12, 12), ({"max_rows": 1}, 12, 1), ({"max_rows": 2000}, 12, 2000)],
+)
+def test_rows_come_from_the_settings_or_the_build_or_the_memory(monkeypatch, settings, build, rows):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (SPARE + 2**33, 0))
+    assert divide(Model("cuda"), 4096, settings, build).rows == rows
+
+
+def test_rows_of_a_cpu_come_from_the_available_memory(monkeypatch):
+    assert divide(Model("cpu"), 64, {}).rows == 256
+    assert divide(Model("cpu"), 64, {}, most_rows=12).rows == 12
+    monkeypatch.setattr(
+        start, "read_host_memory", lambda: HostMemory(2**40, 8 * 100 * of_rows(1) + 1)
+    )
+    assert divide(Model("cpu"), 64, {}).rows == 100
 
 
 @pytest.mark.parametrize("settings", [{}, {"cache_tokens": 640}])
@@ -56,16 +88,33 @@ def test_a_gpu_without_memory_for_one_sequence_is_an_error(monkeypatch, settings
         blocks(monkeypatch, SPARE, **settings)
 
 
-def test_a_cache_larger_than_the_machines_memory_is_an_error(monkeypatch):
-    monkeypatch.setattr(start.os, "sysconf", {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": BLOCK}.get)
+def test_the_size_of_the_cache_in_bytes(monkeypatch):
+    assert on_cpu(64, cache_bytes=10 * BLOCK + 1, cache_tokens=9999) == 10
+    assert blocks(monkeypatch, SPARE + 2**30, cache_bytes=10 * BLOCK) == 10
+
+
+def test_gpu_memory_utilization_is_a_share_of_the_whole_gpu(monkeypatch):
+    weights = 2**30
+    total = 2 * (SPARE + of_rows(64) + weights + 100 * BLOCK)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - weights, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: weights)
+    half = {"max_rows": 64, "gpu_memory_utilization": 0.5}
+    assert divide(Model("cuda"), 64, half).blocks == 100
+    # it takes the place of the share of the remaining memory
+    assert divide(Model("cuda"), 64, {**half, "cache_memory_fraction": 0.1}).blocks == 100
+
+
+def test_a_cache_larger_than_the_available_memory_is_an_error(monkeypatch):
+    monkeypatch.setattr(start, "read_host_memory", lambda: HostMemory(2**40, 100 * BLOCK))
     assert on_cpu(64, cache_tokens=3200) == 100
     with pytest.raises(
-        ValueError, match="which 3200 would fill: lower max_tokens_in_paged_kv_cache"
+        ValueError, match="which 3200 would fill: lower --kv-cache-memory-bytes or max_tokens_in_"
     ):
         on_cpu(64, cache_tokens=3201)
 
 
-def test_on_a_cpu_the_cache_takes_512_mib_and_one_sequence_at_least():
+def test_on_a_cpu_the_cache_takes_512_mib_and_one_sequence_at_least(monkeypatch):
+    monkeypatch.setattr(start, "read_host_memory", lambda: HostMemory(2**40, 2**40))
     assert on_cpu(64) == 2**29 // BLOCK
     assert on_cpu(2**22) == 2**22 // 32
 
@@ -79,7 +128,7 @@ def test_an_amd_gpu_is_refused_and_ignored_by_auto(monkeypatch):
 
 
 def test_compressed_weights_take_up_to_a_sixth_of_the_budget(monkeypatch):
-    free = SPARE + 64 * (2 * 1000 * 4 + 64 * 8) + 120 * BLOCK  # the budget is 120 blocks
+    free = SPARE + of_rows(64) + 120 * BLOCK  # the budget is 120 blocks
     whole = {"cache_memory_fraction": 1.0}
     assert shared_out(monkeypatch, free, **whole) == (0, 120)
     assert shared_out(monkeypatch, free, copy_bytes=20 * BLOCK, **whole) == (20 * BLOCK, 100)
@@ -92,7 +141,7 @@ def test_compressed_weights_take_up_to_a_sixth_of_the_budget(monkeypatch):
 
 def test_compressed_weights_leave_memory_for_one_sequence(monkeypatch):
     longest = 110 * 32 + 1  # 111 blocks
-    free = SPARE + 64 * (2 * 1000 * 4 + longest * 8) + 120 * BLOCK
+    free = SPARE + of_rows(64, longest) + 120 * BLOCK
     whole = {"cache_memory_fraction": 1.0}
     assert shared_out(monkeypatch, free, longest, copy_bytes=9 * BLOCK, **whole) == (9 * BLOCK, 111)
     assert shared_out(monkeypatch, free, longest, copy_bytes=9 * BLOCK + 1, **whole) == (0, 120)

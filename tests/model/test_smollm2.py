@@ -60,12 +60,12 @@ def folder(gguf, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sequences(folder):
-    """Return prompts, each followed by 128 greedy tokens of the engine."""
+    """Return prompts, each followed by 80 greedy tokens of the engine."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROMPTS]
-    answers = generate(engine(folder, max_rows=16), prompts, max_tokens=128)
+    answers = generate(engine(folder, max_rows=16), prompts, max_tokens=80)
     return [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 

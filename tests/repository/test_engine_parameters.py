@@ -49,6 +49,7 @@ VALUES = {
     "gpu_weights_percent": "0.5",
     "enable_trt_overlap": "false",
     "embedding_pooling": "mean",
+    "deterministic": "true",
     "compressed_weights": "false",
     "compressed_kv_cache": "false",
     "fused_gemv": "false",
@@ -131,6 +132,7 @@ def read_settings(tmp_path: Path, **parameters: str) -> dict:
         ({"enable_kv_cache_reuse": "false"}, {"reuse": False}),
         ({"enable_chunked_context": "false"}, {"chunked": False}),
         ({"enable_trt_overlap": "false"}, {"overlap": False}),
+        ({"deterministic": "true"}, {"deterministic": True}),
         ({"compressed_weights": "false"}, {"compressed_weights": False}),
         ({"compressed_kv_cache": "false"}, {"compressed_kv_cache": False}),
         ({"fused_gemv": "false"}, {"fused_gemv": False}),
@@ -138,6 +140,7 @@ def read_settings(tmp_path: Path, **parameters: str) -> dict:
         (
             {},
             {
+                "deterministic": False,
                 "compressed_weights": True,
                 "compressed_kv_cache": True,
                 "fused_gemv": True,

@@ -101,6 +101,37 @@ def test_parameters_become_settings_of_the_engine_model(tmp_path: Path, engine: 
     assert (model.add_special_tokens, model.skip_special_tokens) == (False, False)
 
 
+@pytest.mark.parametrize(
+    ("build", "sequences", "rows"),
+    [
+        (12, "", None),  # the engine applies the build's limit
+        (12, "7", 7),
+        (12, "12", 12),
+        (12, "256", 12),
+        (64, "256", 256),  # the default of a build limits nothing
+    ],
+)
+def test_the_build_bounds_max_num_sequences(
+    tmp_path: Path, build: int, sequences: str, rows: int | None
+) -> None:
+    engine = write_engine_folder(tmp_path / "engine", max_batch_size=build)
+    repo = write_templates(tmp_path / "repo", {"engine_dir": str(engine)})
+    added = f'parameters: {{ key: "max_num_sequences" value: {{ string_value: "{sequences}" }} }}'
+    file = repo / "tensorrt_llm" / "config.pbtxt"
+    file.write_text(f"{file.read_text()}\n{added}\n")
+    repository = read_repository(repo)
+    assert repository.engines["tensorrt_llm"].settings.max_rows == rows
+    lowered = [problem.text for problem in repository.warnings if "lowered" in problem.text]
+    assert lowered == (
+        [
+            "256 is lowered to 12, the engine's max_batch_size; build the engine with a larger "
+            "--max_batch_size, or start with --max-batch-size"
+        ]
+        if sequences == "256" and build == 12
+        else []
+    )
+
+
 def test_an_invalid_parameter_keeps_its_default_with_a_warning(
     tmp_path: Path, engine: Path
 ) -> None:

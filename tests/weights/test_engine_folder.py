@@ -69,6 +69,42 @@ def test_the_build_limits_step_tokens_unless_the_settings_do(
     assert start_engine(engine, settings).scheduler.step_tokens == got
 
 
+@pytest.mark.parametrize(("wanted", "got"), [(None, 3), (2, 2), (9, 9)])
+def test_the_build_limits_rows_unless_the_settings_do(
+    engine: Path, wanted: int | None, got: int
+) -> None:
+    settings = EngineSettings(device="cpu", dtype="float32", max_rows=wanted, cache_tokens=128)
+    assert start_engine(engine, settings).info.max_rows == got
+
+
+def test_a_default_of_the_build_limits_nothing(
+    save_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder, _ = save_model("llama")
+    limits = BuildLimits(50, 100)
+    default = read_engine_config(build_engine(folder, tmp_path / "default", limits=limits))
+    assert default.build.max_batch_size == 64  # what tools read that fill config.pbtxt
+    assert default.build.chosen("max_batch_size") is None
+    assert default.build.chosen("max_num_tokens") is None
+    given = BuildLimits(50, 100, 64, given=("max_batch_size",))
+    chosen = read_engine_config(build_engine(folder, tmp_path / "chosen", limits=given))
+    assert chosen.build.chosen("max_batch_size") == 64
+    assert chosen.build.chosen("max_num_tokens") is None
+    assert chosen.inputs_hash != default.inputs_hash  # it is built again
+
+
+@pytest.mark.parametrize(("recorded", "chosen"), [(64, None), (512, 512)])
+def test_folders_of_earlier_releases_do_not_say_what_was_given(
+    engine: Path, recorded: int, chosen: int | None
+) -> None:
+    def as_before(config: dict[str, Any]) -> None:
+        del config["slipstream"]["given_limits"]
+        config["build_config"]["max_batch_size"] = recorded
+
+    edit_config(engine, as_before)
+    assert read_engine_config(engine).build.chosen("max_batch_size") == chosen
+
+
 def test_reading_the_config_does_not_import_torch(engine: Path) -> None:
     code = (
         "import sys; from slipstream.weights.engine_config import read_engine_config; "

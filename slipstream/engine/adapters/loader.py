@@ -12,7 +12,7 @@ import torch
 
 from slipstream.engine.adapters.cache import AdapterCache, AdapterSource, ModuleMatrices
 from slipstream.engine.adapters.modules import AdapterError, AdapterPacker, linear_shapes
-from slipstream.engine.memory import adapter_pages
+from slipstream.engine.memory.division import adapter_pages
 from slipstream.engine.settings import EngineSettings
 from slipstream.kernels.adapters import AdapterPages, HostAdapter, PageLayout
 from slipstream.model.spec import ModelSpec
@@ -24,6 +24,7 @@ ReadFolder = Callable[[str], Sequence[ModuleMatrices] | AdapterSource]
 def create_adapters(
     spec: ModelSpec,
     settings: EngineSettings,
+    max_rows: int,
     dtype: torch.dtype,
     device: torch.device,
     read_folder: ReadFolder | None = None,
@@ -40,7 +41,7 @@ def create_adapters(
         room,
         layout.elements * dtype.itemsize,
         layout.pages_for(settings.adapter_max_rank),
-        settings.max_rows,
+        max_rows,
     )
     cache = AdapterCache(pages, layout.rank, settings.adapter_max_rank, settings.adapter_host_bytes)
     packer = AdapterPacker(spec, layout, settings.adapter_max_rank, dtype, device)

@@ -1,21 +1,24 @@
-"""Builds the constraints on the text of outputs, in a thread beside the step loop. No torch here.
+"""Builds the constraints on the text of outputs, in threads beside the step loop. No torch here.
 
 A request that needs a constraint waits here until it is built, and is then scheduled with it. If it
-cannot be built, the request fails before anything of it runs.
+cannot be built, the request fails before anything of it runs. Words, short grammars and long
+grammars have threads of their own, so that a long grammar delays none of the others.
 """
 
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import reduce
-from itertools import takewhile
 from operator import and_
 from typing import NamedTuple
 
 from slipstream.engine.constraints.bad_words import BadTexts, Spelling
-from slipstream.engine.constraints.guided import GuideError, Guides
+from slipstream.engine.constraints.guided import FIELD, GuideError, Guides
 from slipstream.engine.constraints.stop_words import StopTexts
 from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.request import Constraint, GenerateRequest
@@ -25,6 +28,31 @@ NO_VOCABULARY = (
     "this engine knows no texts of its tokens: its tokenizer is missing, or of a kind that cannot "
     "be guided"
 )
+
+
+# Characters from which a grammar is long. The library bounds the time of a short one.
+LONG_GUIDE = 8192
+# Seconds after which a request whose grammar is still being compiled fails.
+MOST_COMPILE_SECONDS = 15.0
+_TOO_SLOW = f"{FIELD}takes over {MOST_COMPILE_SECONDS:g} s to compile: make it smaller"
+_THREADS = {"words": 1, "short-guides": 1, "long-guides": 2}
+
+
+@dataclass(slots=True)
+class _Job:
+    """A constraint that is being built."""
+
+    request: GenerateRequest
+    future: Future[Constraint] | None = None  # set when it is submitted
+    started: float = math.inf  # time.monotonic() when a thread began
+
+    @property
+    def result(self) -> Future[Constraint]:
+        assert self.future is not None
+        return self.future
+
+    def is_too_slow(self, now: float) -> bool:
+        return now - self.started > MOST_COMPILE_SECONDS
 
 
 class Built(NamedTuple):
@@ -38,74 +66,91 @@ class Built(NamedTuple):
 class Constraints:
     def __init__(self, read_vocabulary: Callable[[], Vocabulary | None] = lambda: None) -> None:
         self._read_vocabulary = read_vocabulary
-        self._executor: ThreadPoolExecutor | None = None  # created when first needed
-        # request id → the request and its constraint, in order of arrival
-        self._building: dict[int, tuple[GenerateRequest, Future[Constraint]]] = {}
+        self._executors: dict[str, ThreadPoolExecutor] = {}  # created when first needed
+        self._jobs: dict[int, _Job] = {}  # by request id, in order of arrival
+        self._reading = threading.Lock()  # of the three below, which are created when first needed
         self._guides: Guides | None = None
         self._spelling: Spelling | None = None
         self._vocabulary: Vocabulary | None = None
 
     def __len__(self) -> int:
-        return len(self._building)
+        return len(self._jobs)
 
     def start(self, request: GenerateRequest) -> None:
         """Start to build the constraint of a request."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="constraints")
-        self._building[request.request_id] = (
-            request,
-            self._executor.submit(self._build, request.sampling),
-        )
+        kind = _kind(request.sampling)
+        if kind not in self._executors:
+            self._executors[kind] = ThreadPoolExecutor(_THREADS[kind], thread_name_prefix=kind)
+        job = _Job(request)
+        job.future = self._executors[kind].submit(self._run, job)
+        self._jobs[request.request_id] = job
 
     def drop(self, request_id: int) -> bool:
         """Remove a request; return whether it was waiting here."""
-        request, future = self._building.pop(request_id, (None, None))
-        if future is not None:
-            future.cancel()  # has no effect if the thread has started
-        return request is not None
+        job = self._jobs.pop(request_id, None)
+        if job is not None:
+            job.result.cancel()  # has no effect if the thread has started
+        return job is not None
 
     def take_expired(self, now: float) -> list[int]:
         """Remove and return the requests whose deadline has passed."""
         expired = [
             request_id
-            for request_id, (request, _) in self._building.items()
-            if (request.deadline or math.inf) <= now
+            for request_id, job in self._jobs.items()
+            if (job.request.deadline or math.inf) <= now
         ]
         for request_id in expired:
             self.drop(request_id)
         return expired
 
     def take_ready(self) -> list[Built]:
-        """Remove and return the requests whose constraints are done, in order of arrival."""
-        # One thread builds them in order.
-        done = list(takewhile(lambda pair: pair[1].done(), self._building.values()))
-        for request, _ in done:
-            del self._building[request.request_id]
-        return [_built(request, future) for request, future in done]
+        """Remove and return the requests whose constraints are done or take too long.
+
+        They are in order of arrival.
+        """
+        now = time.monotonic()
+        done = [job for job in self._jobs.values() if job.result.done() or job.is_too_slow(now)]
+        for job in done:
+            del self._jobs[job.request.request_id]
+        return [_built(job) for job in done]
 
     def wait(self, seconds: float) -> None:
         """Wait until a constraint is done, or for this long."""
-        if self._building:
-            wait([future for _, future in self._building.values()], seconds, FIRST_COMPLETED)
+        if self._jobs:
+            wait([job.result for job in self._jobs.values()], seconds, FIRST_COMPLETED)
 
-    def _build(self, sampling: SamplingParams) -> Constraint:
-        """Build a constraint. Runs in the thread."""
-        if self._vocabulary is None:
-            self._vocabulary = self._read_vocabulary()
-        if self._vocabulary is None:
-            raise GuideError(NO_VOCABULARY)
+    def _run(self, job: _Job) -> Constraint:
+        """Build a constraint. Runs in a thread."""
+        job.started = time.monotonic()
+        sampling = job.request.sampling
+        vocabulary = self._known_vocabulary()
         parts: list[Constraint] = []
         if sampling.guide is not None:
-            self._guides = self._guides or Guides(self._vocabulary)
+            with self._reading:
+                self._guides = self._guides or Guides(vocabulary)
             parts.append(self._guides.open(sampling.guide, sampling.end_ids))
         if sampling.bad_texts:
-            self._spelling = self._spelling or Spelling(self._vocabulary)
+            with self._reading:
+                self._spelling = self._spelling or Spelling(vocabulary)
             parts.append(BadTexts(self._spelling, [text.encode() for text in sampling.bad_texts]))
         if sampling.stop_texts:
-            parts.append(
-                StopTexts(self._vocabulary, [text.encode() for text in sampling.stop_texts])
-            )
+            parts.append(StopTexts(vocabulary, [text.encode() for text in sampling.stop_texts]))
         return parts[0] if len(parts) == 1 else All(parts)
+
+    def _known_vocabulary(self) -> Vocabulary:
+        with self._reading:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary()
+        if self._vocabulary is None:
+            raise GuideError(NO_VOCABULARY)
+        return self._vocabulary
+
+
+def _kind(sampling: SamplingParams) -> str:
+    """Return which threads build the constraint of a request."""
+    if sampling.guide is None:
+        return "words"
+    return "long-guides" if len(sampling.guide.text) > LONG_GUIDE else "short-guides"
 
 
 class All:
@@ -127,10 +172,13 @@ class All:
         return any(part.complete(tokens) for part in self._parts)
 
 
-def _built(request: GenerateRequest, future: Future[Constraint]) -> Built:
-    problem = future.exception()
+def _built(job: _Job) -> Built:
+    request = job.request
+    if not job.result.done():
+        return Built(request, None, _TOO_SLOW)
+    problem = job.result.exception()
     if problem is None:
-        return Built(request, future.result(), "")
+        return Built(request, job.result.result(), "")
     if isinstance(problem, GuideError):
         return Built(request, None, str(problem))
     return Built(request, None, f"the constraint on the answer could not be made: {problem}")

@@ -8,7 +8,7 @@ cannot enforce exactly is an error, never an approximation.
 from __future__ import annotations
 
 import json
-import re
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.engine.constraints.library_errors import (
+    one_line,
+    reason,
+    without_excerpt,
+    without_panic,
+)
 from slipstream.engine.constraints.vocabulary import LongestMatch, Vocabulary, common_length
 from slipstream.engine.request import Revision
 from slipstream.engine.sampling_params import Guide
@@ -27,12 +33,11 @@ NOT_INSTALLED = "guided decoding needs the library llguidance: pip install 'slip
 # prefix of the engine's error messages that a guide caused
 FIELD = "guided_decoding_guide: "
 LONGEST_GUIDE = 1 << 20  # bytes
-_NO_TOKEN_ALLOWED = "NoExtensionBias"  # the library's error text
 # kinds whose grammars are not the client's text
 _WRITTEN_HERE = ("structural_tag", COMPOSED)
-_PLACE = re.compile(r"^at \d+\(\d+\): ")  # the library's: line and column
 _NO_TOKEN_IDS = "no tokenizer"  # the library's warning: token ids are checked by the engine
 _CACHED_GRAMMARS = 64
+_CACHED_CHARACTERS = 4 << 20  # of the texts of compiled grammars
 # tokens before a new one that are tokenised again with it
 _WINDOW_TOKENS = 8
 _COMMON_INDENTATION = 5  # bytes, with the line end
@@ -58,9 +63,10 @@ def check_guide(guide: Guide) -> None:
     wrong, messages = library.LLMatcher.validate_grammar_with_warnings(grammar)
     messages = [message for message in messages if not message.startswith(_NO_TOKEN_IDS)]
     if wrong or messages:
+        messages = [without_panic(message) for message in messages]
         if guide.kind in _WRITTEN_HERE:
-            messages = [_without_excerpt(message) for message in messages]
-        raise GuideError(f"cannot be enforced: {_one_line('; '.join(messages))}")
+            messages = [without_excerpt(message) for message in messages]
+        raise GuideError(f"cannot be enforced: {one_line('; '.join(messages))}")
 
 
 class Guides:
@@ -75,6 +81,7 @@ class Guides:
             library.TokenizerWrapper(_LibraryTokenizer(vocabulary)), eos_token=len(vocabulary.texts)
         )
         self._compiled: OrderedDict[Guide, list[Any]] = OrderedDict()
+        self._lock = threading.Lock()  # of `_compiled`: several threads compile
         self._begins_with_space = _space_mask(vocabulary) if vocabulary.strips_space else None
         self._spaces = _SpaceJoins(vocabulary)
 
@@ -90,7 +97,8 @@ class Guides:
 
     def _compile(self, guide: Guide) -> list[Any]:
         """Return the matcher of a grammar, and one that begins with a space if that is removed."""
-        matchers = self._compiled.get(guide)
+        with self._lock:
+            matchers = self._compiled.get(guide)
         if matchers is None:
             library = _library()
             grammars = [_grammar(library, guide)]
@@ -101,12 +109,21 @@ class Guides:
             ]
             for matcher in matchers:
                 if matcher.is_error():
-                    raise GuideError(f"{FIELD}cannot be enforced: {_reason(matcher)}")
+                    raise GuideError(f"{FIELD}cannot be enforced: {reason(matcher)}")
+        with self._lock:
             self._compiled[guide] = matchers
-            if len(self._compiled) > _CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(guide)
+            self._compiled.move_to_end(guide)
+            self._forget_old()
         return matchers
+
+    def _forget_old(self) -> None:
+        """Bound the compiled grammars by their number and by the size of their texts."""
+        size = sum(len(guide.text) for guide in self._compiled)
+        while len(self._compiled) > 1 and (
+            len(self._compiled) > _CACHED_GRAMMARS or size > _CACHED_CHARACTERS
+        ):
+            guide, _ = self._compiled.popitem(last=False)
+            size -= len(guide.text)
 
 
 class Guided:
@@ -231,7 +248,7 @@ class Guided:
                 spaces = self._begins_with_space
                 self._allowed = (plain & ~spaces) | (after_space & spaces)
             if self._matcher.is_error():
-                self.error = f"{FIELD}cannot be followed further: {_reason(self._matcher)}"
+                self.error = f"{FIELD}cannot be followed further: {reason(self._matcher)}"
             elif not self._allowed.any() and not self._matcher.is_accepting():
                 self.error = f"{FIELD}cannot be followed further: no token can come next"
         return self._allowed
@@ -367,7 +384,7 @@ def _grammar(library: Any, guide: Guide) -> str:
         TypeError,
         RecursionError,
     ) as error:  # the library's and json's errors for bad input
-        raise GuideError(f"cannot be read: {_one_line(str(error))}") from error
+        raise GuideError(f"cannot be read: {one_line(str(error))}") from error
     raise GuideError(f"{guide.kind!r} is not one of {', '.join(KINDS)}")
 
 
@@ -459,21 +476,6 @@ def _choices(text: str) -> list[str]:
     if not choices or "" in choices:
         raise GuideError("must hold at least one text, and no empty one")
     return choices
-
-
-def _reason(matcher: Any) -> str:
-    """Return the matcher's error without the parser's state."""
-    error = _one_line(matcher.get_error().partition("<state>")[0])
-    return "no token can come next" if error == _NO_TOKEN_ALLOWED else error
-
-
-def _without_excerpt(message: str) -> str:
-    """Return an error without the place in the grammar, which is not the client's text."""
-    return _PLACE.sub("", message.partition("\n")[0])
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:500]
 
 
 def _library() -> Any:

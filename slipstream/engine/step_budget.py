@@ -1,0 +1,179 @@
+"""How many prompt tokens a step may compute beside running streams, so that it takes no longer than
+a target. No torch and no clock here: the budget depends on the plans and times that it was given.
+
+Every token of a stream waits for the whole step. The time of a step is predicted from its work by
+a linear model, which is fitted to the steps so far:
+
+    seconds = a + b * decode rows + c * their context + d * prompt tokens + e * attended pairs
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from slipstream.engine.plan import StepPlan
+
+# The share of the target that a step is planned to take. The rest is for errors of the prediction.
+_PLANNED_SHARE = 0.9
+# Prompts advance by at least this part of the full budget, even where decoding alone takes longer
+# than the target.
+_LEAST_PART = 32
+# Prompt tokens are a multiple of this where there are more.
+_MULTIPLE = 32
+# A step may have this many times the prompt tokens of the largest step so far: the time of a much
+# larger one cannot be predicted.
+_GROWTH = 2
+# The weight of an observation falls by this factor with each later one.
+_FORGETTING = 0.98
+# After this many steps, a step that took much longer than predicted counts as this many times the
+# prediction: something else delayed it.
+_FITTED_STEPS = 8
+_MOST_OVER_PREDICTION = 2.0
+_SWEEPS = 3  # of the fit, after each step
+
+
+class StepWork(NamedTuple):
+    """The work of a step. The fields are the variables of the linear model."""
+
+    steps: int  # 1
+    decodes: int  # rows that compute one token
+    context: int  # tokens that those rows attend to
+    prompt_tokens: int  # tokens of the other rows
+    pairs: int  # attended tokens of each of those, added up
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepWork:
+        """Return the work of a plan."""
+        rows = len(plan.rows)
+        tokens = plan.tokens
+        context = sum(plan.positions) + rows
+        if tokens == rows:
+            return cls(1, rows, context, 0, 0)
+        longer = [
+            (position, count)
+            for position, count in zip(plan.positions, plan.counts, strict=True)
+            if count > 1
+        ]
+        return cls(
+            steps=1,
+            decodes=rows - len(longer),
+            context=context - sum(position + 1 for position, _ in longer),
+            prompt_tokens=tokens - rows + len(longer),
+            pairs=sum(_pairs(position, count) for position, count in longer),
+        )
+
+
+def _pairs(position: int, count: int) -> int:
+    """Return how many tokens `count` tokens from `position` on attend to, added up."""
+    return count * position + count * (count + 1) // 2
+
+
+class StepBudget:
+    """The token budget of steps in which streams run."""
+
+    def __init__(self, target_seconds: float, most_tokens: int) -> None:
+        """most_tokens: the budget of a step without running streams"""
+        self._planned_seconds = _PLANNED_SHARE * target_seconds
+        self._least_tokens = max(1, most_tokens // _LEAST_PART)
+        self._most_tokens = most_tokens
+        self._model = StepTimeModel()
+        self._largest = 0  # prompt tokens of the largest step so far
+        # step → its work and when it was planned
+        self._planned: dict[int, tuple[StepWork, float]] = {}
+        self._last_result = -math.inf  # time of the last result
+
+    def prompt_tokens(self, decodes: StepWork, position: int) -> int:
+        """Return how many prompt tokens to compute beside the streams in a step.
+
+        decodes: the work that is already planned; position: where the prompt tokens begin.
+        """
+        tokens = self._largest_chunk(self._model.seconds(decodes), position)
+        tokens = min(tokens, _GROWTH * self._largest, self._most_tokens)
+        if tokens > _MULTIPLE:
+            tokens -= tokens % _MULTIPLE
+        return max(tokens, self._least_tokens)
+
+    def _largest_chunk(self, seconds: float, position: int) -> int:
+        """Return how many prompt tokens fit into the planned time beside `seconds` of other work:
+        the largest n with left >= per_token * n + per_pair * pairs(position, n).
+        """
+        left = self._planned_seconds - seconds
+        if left <= 0:
+            return 0
+        _, _, _, per_token, per_pair = self._model.coefficients
+        linear = per_token + per_pair * (position + 0.5)
+        root = math.sqrt(linear * linear + 2 * per_pair * left)
+        if linear + root <= 0:
+            return self._most_tokens  # no prompt has been timed
+        return int(min(self._most_tokens, 2 * left / (linear + root)))
+
+    def begin(self, plan: StepPlan, now: float) -> None:
+        """Take note of a plan. `now`: when its planning began."""
+        self._planned[plan.step] = (StepWork.of(plan), now)
+
+    def abandon(self, plan: StepPlan) -> None:
+        """Forget a plan that was not carried out."""
+        self._planned.pop(plan.step, None)
+
+    def end(self, plan: StepPlan, now: float) -> None:
+        """Learn from the time of a step, whose result arrived at `now`.
+
+        A step that was planned while an earlier one ran began when that one ended.
+        """
+        work, planned = self._planned.pop(plan.step)
+        seconds = now - max(planned, self._last_result)
+        self._last_result = now
+        if seconds > 0:
+            self._model.observe(work, seconds)
+            self._largest = max(self._largest, work.prompt_tokens)
+
+
+class StepTimeModel:
+    """A linear model of the time of a step with coefficients of at least 0, fitted to relative
+    errors of recent steps by coordinate descent on the normal equations.
+    """
+
+    def __init__(self) -> None:
+        size = len(StepWork._fields)
+        self.coefficients = [0.0] * size
+        self._gram = [[0.0] * size for _ in range(size)]
+        self._right = [0.0] * size
+        self._observed = 0
+
+    def seconds(self, work: StepWork) -> float:
+        """Return the predicted time of a step."""
+        return sum(
+            coefficient * amount
+            for coefficient, amount in zip(self.coefficients, work, strict=True)
+        )
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Fit the model to one more step."""
+        predicted = self.seconds(work)
+        self._observed += 1
+        if self._observed > _FITTED_STEPS and predicted > 0:
+            seconds = min(seconds, _MOST_OVER_PREDICTION * predicted)
+        relative = [amount / seconds for amount in work]
+        for row, right in enumerate(relative):
+            line = self._gram[row]
+            for column, left in enumerate(relative):
+                line[column] = _FORGETTING * line[column] + right * left
+            self._right[row] = _FORGETTING * self._right[row] + right
+        for _ in range(_SWEEPS):
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Set each coefficient to its best value for the others. One without observations keeps its
+        value.
+        """
+        for row, line in enumerate(self._gram):
+            own = line[row]
+            if own < 1e-9:
+                continue
+            others = sum(
+                coefficient * value
+                for coefficient, value in zip(self.coefficients, line, strict=True)
+            )
+            rest = self._right[row] - others + own * self.coefficients[row]
+            self.coefficients[row] = max(0.0, rest / own)
