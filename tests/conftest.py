@@ -12,6 +12,9 @@ import pytest
 # setting.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+# Tiny models and Triton's interpreter are slower with several threads. Engines choose their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The tests start hundreds of processes. If Python writes no bytecode next to the sources, each
 # process compiles the package again. The bytecode is therefore kept in a temporary folder.
 BYTECODE = (
@@ -31,6 +34,15 @@ def log_to_stderr() -> None:
     from slipstream.server.log.output import configure_log
 
     configure_log()
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of processes: some for the whole default run, 0 (this process) for selected
+    tests. Tests of a GPU share its memory, and single tests start faster without others.
+    """
+    selected = config.option.file_or_dir or not config.option.markexpr.startswith("not slow")
+    cores = len(os.sched_getaffinity(0))
+    return 0 if selected or cores == 1 else min(cores, 4)
 
 
 def pytest_collection_finish() -> None:

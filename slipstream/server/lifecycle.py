@@ -12,27 +12,34 @@ import json
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.repository.models import Repository, inspect_repository
 from slipstream.repository.reading import Reading
-from slipstream.server.engine_link.pool import EnginePool, memory_table
+from slipstream.server.engine_link.memory_table import memory_table
+from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.engine_link.serve import freeze_garbage_collector
+from slipstream.server.frontends.count import choose_count, runs_on_gpu, usable_cores
+from slipstream.server.frontends.ports import PortError, Ports
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.log.output import HANDLER
-from slipstream.server.options import ALL_MODELS, Port, ServerOptions
+from slipstream.server.options import ALL_MODELS, ServerOptions
 
 if TYPE_CHECKING:
+    from slipstream.server.frontends.primary import Frontends
     from slipstream.server.models.factories import ModelFactory
     from slipstream.server.services import Services
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# longest wait, after the exit timeout, for other front ends to report to their clients
+SETTLE_SECONDS = 2.0
 
 # The gRPC library reads this variable when it is imported. The thread that polls the completion
 # queue (the event loop's, or `grpc-events` while the server is idle) then also reads the sockets.
@@ -58,22 +65,63 @@ def run_server(options: ServerOptions, factories: Sequence[ModelFactory] = ()) -
         signal.signal(number, lambda number, frame: early_signals.append(number))
     factories = [*factories, *_create_factories(options)]
     reading = _read_repository(options, factories)
+    options = replace(options, frontends=_count_frontends(options, reading))
     for warning in reading.problems.warnings:
         logger.warning(str(warning))
     _warn_of_exposure(options)
-    sockets = _Sockets(options)
     engines = EnginePool(options.engine_settings, options.supervision, options.engine_command)
+    try:
+        engines.check(reading.repository.engines.values())
+    except ValueError as error:
+        raise StartFailed(str(error)) from error
+    ports = _bind_ports(options)
+    engines.frontends = options.frontends
+    frontends = None
     try:
         models = _models_to_load(options, reading)
         for name in reading.list_startable_engines(models):
             engines.spawn(reading.repository.engines[name])
+        frontends = _start_frontends(options, ports, engines)
         import uvloop
 
-        server = _Server(options, reading, models, engines, sockets, factories)
+        server = _Server(options, reading, models, engines, ports, factories, frontends)
         return uvloop.run(server.run(early_signals))
     finally:
+        if frontends is not None:
+            frontends.kill()
         engines.kill()
-        sockets.close()
+        ports.close()
+
+
+def _count_frontends(options: ServerOptions, reading: Reading) -> int:
+    """Return how many processes to serve with."""
+    if options.frontends:
+        return options.frontends
+    if not reading.repository.engines:
+        return 1  # only the primary one has other models
+    device = options.engine_settings.get("device", "auto")
+    return choose_count(runs_on_gpu(device), usable_cores())
+
+
+def _bind_ports(options: ServerOptions) -> Ports:
+    try:
+        return Ports(options.http, options.grpc, options.metrics, options.frontends)
+    except PortError as error:
+        raise StartFailed(str(error)) from error
+
+
+def _start_frontends(options: ServerOptions, ports: Ports, engines: EnginePool) -> Frontends | None:
+    """Start the other processes of the server, if it has any."""
+    if options.frontends == 1:
+        return None
+    os.environ.setdefault(*GRPC_EXPERIMENTS_DEFAULT)
+    from slipstream.server.frontends.primary import Frontends
+    from slipstream.server.services import frontend_options
+
+    own = frontend_options(options, ports.grpc_number)
+    frontends = Frontends(options.frontends, own, ports.others, engines)
+    frontends.spawn()
+    return frontends
 
 
 def _create_factories(options: ServerOptions) -> list[ModelFactory]:
@@ -139,44 +187,6 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("localhost", "::1")
 
 
-class _Sockets:
-    """The ports, bound before anything slow happens. They do not listen yet."""
-
-    def __init__(self, options: ServerOptions) -> None:
-        self._bound: list[socket.socket] = []
-        try:
-            self.http = self._bind_port(options.http, "--http-port")
-            self.metrics = self._bind_port(options.metrics, "--metrics-port")
-            # The gRPC library binds its own; this one only shows early that it can.
-            grpc = self._bind_port(options.grpc, "--grpc-port")
-            if grpc is not None:
-                grpc.close()
-        except StartFailed:
-            self.close()
-            raise
-
-    def _bind_port(self, port: Port, option: str) -> socket.socket | None:
-        return self._bind(port.address, port.number, option) if port.open else None
-
-    def _bind(self, address: str, port: int, option: str) -> socket.socket:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        self._bound.append(bound)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            bound.bind((address, port))
-        except OverflowError as error:
-            raise StartFailed(f"{option} must be 0 to 65535, got {port}") from error
-        except OSError as error:
-            remedy = f"stop what uses it or choose another port with {option}"
-            raise StartFailed(f"cannot use {address}:{port}: {error.strerror}; {remedy}") from error
-        return bound
-
-    def close(self) -> None:
-        for bound in self._bound:
-            bound.close()
-
-
 class _Server:
     def __init__(
         self,
@@ -184,15 +194,17 @@ class _Server:
         reading: Reading,
         models: list[str],
         engines: EnginePool,
-        sockets: _Sockets,
+        ports: Ports,
         factories: Sequence[ModelFactory],
+        frontends: Frontends | None,
     ) -> None:
         self._options = options
         self._reading = reading
         self._models = models
         self._engines = engines
-        self._sockets = sockets
+        self._ports = ports
         self._factories = factories
+        self._frontends = frontends
         self._state = ServerState(engines)
         self._stop_requested = asyncio.Event()
 
@@ -208,13 +220,16 @@ class _Server:
 
         freeze_garbage_collector()  # before models are loaded, because they may be unloaded
         try:
-            services = Services(self._options, self._engines, self._state, self._factories)
+            services = Services(
+                self._options, self._engines, self._state, self._factories, self._frontends
+            )
+            await services.attach_frontends()
             loading = asyncio.ensure_future(services.load(self._models, self._reading))
             if not await self._first(loading):
                 return 0
             _log_models(services.loader.rows(), self._engines)
             self._check_loaded(services, loading.result())
-            await services.open(self._sockets.http, self._sockets.metrics)
+            await services.open(self._ports)
         except (OSError, ValueError) as error:  # a port in use, a bad certificate
             places = ", ".join(str(path) for path in self._options.repositories)
             raise StartFailed(f"cannot serve {places}: {error}") from error
@@ -266,38 +281,53 @@ class _Server:
         self._state.draining = True
         self._engines.begin_drain()
         outstanding = self._engines.outstanding + services.loader.outstanding
+        outstanding += self._state.outstanding_elsewhere()
         logger.info("Waiting for in-flight requests to complete: %d now", outstanding)
-        idle = asyncio.gather(self._engines.wait_drained(), services.loader.wait_idle())
+        seconds = self._options.exit_timeout_seconds
         try:
-            await asyncio.wait_for(idle, self._options.exit_timeout_seconds)
+            async with asyncio.timeout(seconds):
+                await services.settle()  # before that, other front ends admit requests
+                await asyncio.gather(
+                    self._engines.wait_drained(),
+                    services.loader.wait_idle(),
+                    services.wait_drained(),
+                )
         except TimeoutError:
-            seconds = self._options.exit_timeout_seconds
             logger.warning(
                 "requests still run after %g s (--exit-timeout-secs) and are cancelled", seconds
             )
             await self._engines.stop()
+            with suppress(TimeoutError):  # a front end that does not respond is killed later
+                async with asyncio.timeout(SETTLE_SECONDS):
+                    await services.settle()
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._stop_requested.is_set():
             self._stop_requested.set()
             return
         logger.warning("second %s: exiting at once", number.name)
+        if self._frontends is not None:
+            self._frontends.kill()
         self._engines.kill()
         os._exit(128 + number)
 
     def _announce(self) -> None:
         """Show where everything is, and a command to try."""
-        if self._sockets.http is None:
+        if self._ports.http is None:
             return
         address = self._options.http.address
-        host = "localhost" if address in ("0.0.0.0", "::") else address
-        port = self._sockets.http.getsockname()[1]
+        host = f"[{address}]" if ":" in address else address
+        if address in ("0.0.0.0", "::"):
+            host = "localhost"
+        port = self._ports.http.getsockname()[1]
         lines = [self._describe_start_time()]
+        if self._options.frontends > 1:
+            lines.append(f"Serving:  with {self._options.frontends} front ends")
         if self._reading.repository.pipelines:
             lines += self._describe_text_models(f"{host}:{port}")
         places = f"API docs: http://{host}:{port}/docs"
-        if self._sockets.metrics is not None:
-            metrics_port = self._sockets.metrics.getsockname()[1]
+        if self._ports.metrics is not None:
+            metrics_port = self._ports.metrics.getsockname()[1]
             places += f"   metrics: http://{host}:{metrics_port}/metrics"
         lines.append(places)
         if HANDLER.settings.format == "json":
@@ -359,7 +389,8 @@ def _log_models(rows: list[tuple[str, str, str]], engines: EnginePool) -> None:
     logger.info("\n" + "\n".join(table) + "\n", extra={"place": "server.cc:674"})
     for name, engine in engines.items():
         if (info := engine.info) is not None:
-            logger.info("\n".join(memory_table(name, info)) + "\n", extra={"model": name})
+            lines = memory_table(name, info, engines.overrides)
+            logger.info("\n".join(lines) + "\n", extra={"model": name})
 
 
 def _on_one_line(cells: Sequence[str]) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from slipstream.repository.models import EngineModel, Repository, RepositoryModel
@@ -19,13 +19,16 @@ from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import ModelRegistry, ServedModel
-from slipstream.server.models.build import engine_names, served_model
+from slipstream.server.models.build import (
+    Recipe,
+    engine_names,
+    load_engine,
+    served_model,
+    write_recipe,
+)
 from slipstream.server.models.factories import ModelFactory, find_factory
 from slipstream.server.models.generating import ServedEngine
 from slipstream.server.text.chat import ChatOptions
-from slipstream.server.text.folder import read_tokenizer_folder
-from slipstream.server.text.pipeline import TextGenerator
-from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.server.warmup import warm_up
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,8 @@ class LoadedModel:
     versions: dict[int, ServedModel] = field(default_factory=dict)
     client: EngineClient | None = None  # the engine that it has started, for an engine model
     engine: ServedEngine | None = None  # the same engine, with its tokenizer
+    recipe: Recipe | None = None  # how it was built; None for a model of a factory
+    engines: dict[str, ServedEngine] = field(default_factory=dict)  # those that it uses, by name
     stamp: object = None  # state of the files that it was loaded from
 
     async def close(self) -> None:
@@ -121,27 +126,22 @@ class ModelBuilder:
         if model.name in repository.engines:
             engine_model = repository.engines[model.name]
             built.client = await self._engines.start(engine_model)
-            built.engine = await self._load_tokenizer(engine_model, built.client)
-        engines: dict[str, ServedEngine] = {}
-        for name in engine_names(repository, model):
+            built.engine = await self._load_engine(engine_model, built.client)
+        recipe = write_recipe(repository, model)
+        for name in engine_names(recipe):
             found = built.engine if name == model.name else find_loaded(name)
             if found is None:
                 # the models around an engine need its tokenizer, but not the engine itself
                 engine_model = repository.engines[name]
-                found = await self._load_tokenizer(engine_model, self._engines.create(engine_model))
-            engines[name] = found
-        served = served_model(repository, model, engines.__getitem__, self._registry)
+                found = await self._load_engine(engine_model, self._engines.create(engine_model))
+            built.engines[name] = found
+        built.recipe = recipe
+        served = served_model(recipe, built.engines.__getitem__, self._registry)
         built.versions.update(dict.fromkeys(model.versions, served))
 
-    async def _load_tokenizer(self, model: EngineModel, client: EngineClient) -> ServedEngine:
-        """Return an engine with its tokenizer, which is read in a thread: its file may be large."""
-        tokenizer = await asyncio.to_thread(Tokenizer.load, model.tokenizer_folder)
-        if self._chat.template_folder is not None:
-            tokenizer.chat_templates = read_tokenizer_folder(
-                self._chat.template_folder
-            ).chat_templates
-        generator = TextGenerator(tokenizer, client)
-        return ServedEngine(model, generator, AdapterRegistry(model.adapter_folder), self._chat)
+    async def _load_engine(self, model: EngineModel, client: EngineClient) -> ServedEngine:
+        engine = await load_engine(model, client, self._chat, AdapterRegistry(model.adapter_folder))
+        return replace(engine, outstanding_elsewhere=lambda: self._engines.count_elsewhere(client))
 
 
 class LoadedModels:
@@ -177,6 +177,9 @@ class LoadedModels:
     @property
     def names(self) -> list[str]:
         return list(self._models)
+
+    def __iter__(self) -> Iterator[LoadedModel]:
+        return iter(self._models.values())
 
     @property
     def outstanding(self) -> int:
@@ -305,7 +308,9 @@ class LoadedModels:
         for user in self.users(engine):
             if user in repository.pipelines:
                 loaded = self._models[user]
-                served = served_model(repository, loaded.model, find, self._registry)
+                loaded.recipe = write_recipe(repository, loaded.model)
+                loaded.engines = {name: find(name) for name in engine_names(loaded.recipe)}
+                served = served_model(loaded.recipe, loaded.engines.__getitem__, self._registry)
                 loaded.versions = dict.fromkeys(loaded.model.versions, served)
                 self._registry.replace(user, loaded.versions)
 

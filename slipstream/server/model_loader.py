@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.kserve.repository_control import NOT_EXPLICIT, cannot_poll
 from slipstream.server.loaded_models import (
     READY,
+    LoadedModel,
     LoadedModels,
     LoadFailed,
     ModelBuilder,
@@ -67,6 +68,10 @@ class ModelLoader:
         self._sent: dict[str, Path] = {}  # folders of the models whose files clients sent
         self._temporary: set[Path] = set()  # all such folders that exist
         self._lock = asyncio.Lock()
+        # awaited before models are unloaded: what other front ends have counted arrives
+        self.before_unload: Callable[[], Awaitable[None]] = _do_nothing
+        # awaited after each change, before it is reported: other front ends follow it
+        self.after_change: Callable[[], Awaitable[None]] = _do_nothing
 
     # -- requests of clients
 
@@ -91,7 +96,10 @@ class ModelLoader:
         self._check_explicit()
         folder = None if files is None else await self._write_files(name, override, files)
         async with self._lock:
-            await self._load(name, override, folder)
+            try:
+                await self._load(name, override, folder)
+            finally:
+                await self.after_change()
 
     async def _write_files(
         self,
@@ -149,11 +157,13 @@ class ModelLoader:
         self._check_explicit()
         async with self._lock:
             parts = list(self._loaded.needed_by(name)) if unload_dependents else []
+            await self.before_unload()
             self._unload(name)
             for part in reversed(parts):
                 if part not in self._explicit and not self._loaded.users(part):
                     self._unload(part)
             await asyncio.sleep(0)  # models without processes of their own are unloaded now
+            await self.after_change()
 
     @property
     def models_ready(self) -> bool:
@@ -187,6 +197,7 @@ class ModelLoader:
                     self._explicit.add(name)
                 except LoadFailed as error:
                     failed[name] = str(error)
+            await self.after_change()
             return failed
 
     async def poll(self, seconds: float) -> None:
@@ -197,8 +208,12 @@ class ModelLoader:
             models = reading.repository.models
             removed = [name for name in self._loaded.names if name not in models]
             async with self._lock:
+                if removed:
+                    await self.before_unload()
                 for name in removed:
                     self._unload(name)
+                if removed:
+                    await self.after_change()
             changed = [name for name, model in models.items() if not self._loaded.is_current(model)]
             for name, reason in (await self.load_all(changed, reading)).items():
                 logger.error("failed to load '%s': %s", name, reason, extra=log_context(654, name))
@@ -215,6 +230,11 @@ class ModelLoader:
             for name, versions in sorted(self._loaded.status.items())
             for version, status in sorted(versions.items())
         ]
+
+    @property
+    def loaded(self) -> Iterable[LoadedModel]:
+        """The models that serve."""
+        return self._loaded
 
     @property
     def outstanding(self) -> int:
@@ -261,6 +281,10 @@ class ModelLoader:
         if folder in self._temporary:
             self._temporary.discard(folder)
             remove_folder(folder)
+
+
+async def _do_nothing() -> None:
+    """Return at once: there is only one front end."""
 
 
 def _replaced(values: dict[str, _T], name: str, value: _T | None) -> dict[str, _T]:

@@ -35,6 +35,7 @@ class ServerOptions:
     control_mode: ControlMode = "none"
     load_models: tuple[str, ...] = ()  # loaded at the start in mode "explicit"; `*` is all models
     poll_seconds: float = 15.0
+    frontends: int = 1  # processes that share the ports; 0: by the cores of the machine
     strict_readiness: bool = True
     exit_on_error: bool = True
     exit_timeout_seconds: float = 30.0

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from slipstream.repository.reading import Reading
-from slipstream.server.anthropic.routes import AnthropicRoutes
 from slipstream.server.engine_link.pool import EnginePool
+from slipstream.server.frontends.app import create_app, create_context
+from slipstream.server.frontends.forwarded_calls import ForwardedCalls
+from slipstream.server.frontends.messages import FrontendOptions
+from slipstream.server.frontends.ports import Ports
+from slipstream.server.frontends.primary import Frontends, LinkedModel, ServerView
 from slipstream.server.grpc.options import GrpcOptions, add_port
-from slipstream.server.grpc.service import create_grpc_server
-from slipstream.server.http.health_probes import HealthProbes
-from slipstream.server.http.routes import HttpRoutes
+from slipstream.server.grpc.service import create_handlers
+from slipstream.server.grpc.transport import create_server
 from slipstream.server.http.server import HttpServer
-from slipstream.server.http.server_info import ServerInfo, serve_metrics
+from slipstream.server.http.server_info import serve_metrics
 from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
@@ -26,9 +29,10 @@ from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.models.factories import ModelFactory
 from slipstream.server.models.response_cache import ResponseCache
-from slipstream.server.openai.routes import OpenAIRoutes
 from slipstream.server.options import ServerOptions
 from slipstream.server.tracing.settings import TraceSettings
+
+__all__ = ["Services", "create_app", "create_context", "frontend_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,29 +40,34 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0
 
 
-def create_context(**settings: Any) -> ServerContext:
-    """Return a context with default trace settings. `settings`: its other fields."""
-    return ServerContext(**{"trace": TraceSettings(), **settings})
+def frontend_options(options: ServerOptions, grpc_number: int) -> FrontendOptions:
+    """Return what secondary front ends must know."""
+    access = options.access
+    return FrontendOptions(
+        access.api_key,
+        access.admin_key,
+        dict(access.http_restrictions),
+        dict(access.grpc_restrictions),
+        options.server_name,
+        options.http_max_input_bytes,
+        options.embedding_pooling,
+        _pattern_text(options.http_forwarded_headers),
+        _pattern_text(options.grpc_forwarded_headers),
+        dict(options.grpc_settings),
+        _grpc_address(options.grpc.address, grpc_number) if options.grpc.open else "",
+        dict(options.metrics_settings),
+        options.chat.template_folder,
+        options.chat.tool_call_parser,
+        options.chat.reasoning_parser,
+    )
 
 
-def create_app(
-    registry: ModelRegistry,
-    state: ServerState,
-    context: ServerContext | None = None,
-    metrics: ServerMetrics | None = None,
-) -> HttpRoutes:
-    """Return the handler of the HTTP port, with Triton's, OpenAI's and Anthropic's routes.
+def _pattern_text(pattern: re.Pattern[str] | None) -> str | None:
+    return None if pattern is None else pattern.pattern
 
-    Without a context the models are fixed and no key is needed. `metrics`: those that the HTTP port
-    serves.
-    """
-    context = context or create_context()
-    anthropic = AnthropicRoutes(registry, state, context)
-    openai = OpenAIRoutes(registry, state, context)
-    probes = HealthProbes(registry, state)
-    info = ServerInfo(state, metrics)
-    groups = [anthropic.group(), openai.group(), probes.group(), info.group()]
-    return HttpRoutes(registry, state, context, groups)
+
+def _grpc_address(address: str, number: int) -> str:
+    return f"[{address}]:{number}" if ":" in address else f"{address}:{number}"
 
 
 class Services:
@@ -68,13 +77,18 @@ class Services:
         engines: EnginePool,
         state: ServerState,
         factories: Sequence[ModelFactory],
+        frontends: Frontends | None = None,
     ) -> None:
         self._options = options
         self._engines = engines
+        self._state = state
+        self._frontends = frontends
         self.metrics = ServerMetrics(config=MetricsConfig(**options.metrics_settings))
         self.registry = ModelRegistry()
         if options.response_cache_bytes:
             self.registry.wrap(ResponseCache(options.response_cache_bytes).wrap)
+        if frontends is not None:
+            self.registry.wrap(frontends.wrap)
         self.registry.wrap(self.metrics.count)
         trace = self._trace = TraceSettings(options.trace_settings, options.trace_export)
         if trace.exporter is not None:
@@ -97,9 +111,47 @@ class Services:
         http_metrics = self.metrics if options.http_metrics else None
         self._http = HttpServer(create_app(self.registry, state, context, http_metrics))
         self._metrics = HttpServer(serve_metrics(self.metrics))
-        self._grpc_options = GrpcOptions(**options.grpc_settings)
-        self._grpc = create_grpc_server(self.registry, state, context, self._grpc_options)
+        self._grpc_options = GrpcOptions(**options.grpc_settings, share_port=frontends is not None)
+        handlers = create_handlers(self.registry, state, context)
+        self._calls = ForwardedCalls(handlers)
+        self._grpc = create_server(
+            handlers, self._grpc_options.channel_arguments(), self._grpc_options.transport
+        )
         self._connect(factories)
+        if frontends is not None:
+            self._share(frontends, context)
+
+    def _share(self, frontends: Frontends, context: ServerContext) -> None:
+        """Let the other front ends follow this one, and this one know what they count."""
+        context.settle = frontends.settle
+        context.collect_statistics = frontends.collect
+        self.loader.after_change = frontends.settle
+        self.loader.before_unload = frontends.collect
+        self._state.outstanding_elsewhere = lambda: frontends.outstanding
+
+    async def attach_frontends(self) -> None:
+        """Begin to exchange messages with the other front ends."""
+        if self._frontends is not None:
+            view = ServerView(
+                self._linked_models, lambda: self._state.draining, lambda: self._trace.active
+            )
+            await self._frontends.attach(view, self.metrics, self._http, self._calls)
+
+    def _linked_models(self) -> Iterator[LinkedModel]:
+        """Return the models that other front ends serve, too."""
+        for loaded in self.loader.loaded:
+            if loaded.recipe is not None and loaded.recipe.kind != "graph":
+                yield LinkedModel(loaded.recipe, loaded.model.versions, loaded.engines)
+
+    async def settle(self) -> None:
+        """Return when the other front ends follow this one."""
+        if self._frontends is not None:
+            await self._frontends.settle()
+
+    async def wait_drained(self) -> None:
+        """Wait for the requests of the other front ends."""
+        if self._frontends is not None:
+            await self._frontends.wait_drained()
 
     def _connect(self, factories: Sequence[ModelFactory]) -> None:
         """Give repository control to the factories whose models use it, and add their metrics."""
@@ -120,33 +172,35 @@ class Services:
     async def load(self, names: Sequence[str], reading: Reading) -> dict[str, str]:
         return await self.loader.load_all(names, reading)
 
-    async def open(self, http: socket.socket | None, metrics: socket.socket | None) -> None:
+    async def open(self, ports: Ports) -> None:
         """Listen, and log each service as Triton does once it listens."""
+        await self.settle()  # the other front ends listen
         if self._options.grpc.open:
-            place = await self._open_grpc()
+            place = await self._open_grpc(ports.grpc_number)
             _log_start("GRPCInferenceService", place, "grpc_server.cc:2463")
-        if http is not None:
-            await self._http.open(http)
-            _log_start("HTTPService", _place(http), "http_server.cc:4692")
-        if metrics is not None:
-            await self._metrics.open(metrics)
-            _log_start("Metrics Service", _place(metrics), "http_server.cc:362")
+        if ports.http is not None:
+            await self._http.open(ports.http)
+            _log_start("HTTPService", _place(ports.http), "http_server.cc:4692")
+        if ports.metrics is not None:
+            await self._metrics.open(ports.metrics)
+            _log_start("Metrics Service", _place(ports.metrics), "http_server.cc:362")
 
-    async def _open_grpc(self) -> str:
+    async def _open_grpc(self, number: int) -> str:
         address = self._options.grpc.address
-        port = self._options.grpc.number
-        host = f"[{address}]" if ":" in address else address
+        place = _grpc_address(address, number)
         try:
-            port = add_port(self._grpc, f"{host}:{port}", self._grpc_options)
+            number = add_port(self._grpc, place, self._grpc_options)
         except RuntimeError as error:
             raise OSError(
-                f"gRPC cannot listen at {host}:{port}; choose another port with --grpc-port"
+                f"gRPC cannot listen at {place}; choose another port with --grpc-port"
             ) from error
         await self._grpc.start()
-        return f"{host}:{port}"
+        return _grpc_address(address, number)
 
     async def close(self) -> None:
         """Stop listening. Responses that are being sent are given time to end."""
+        if self._frontends is not None:
+            await self._frontends.close(CLOSE_SECONDS)
         await asyncio.gather(
             self._grpc.stop(CLOSE_SECONDS),
             self._http.close(CLOSE_SECONDS),

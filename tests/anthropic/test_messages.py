@@ -140,7 +140,7 @@ def test_a_stream_has_the_events_of_the_whole_message(client):
     events = list(create(client, stream=True))
     kinds = [event.type for event in events]
     deltas = kinds.count("content_block_delta")
-    assert deltas > 1
+    assert deltas >= 1  # how many depends on timing: tokens are joined under load
     assert kinds == [
         "message_start",
         "content_block_start",

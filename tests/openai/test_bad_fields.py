@@ -18,6 +18,8 @@ from http_support import Connection, RunningServer, request_bytes, wait_until
 from pooling_server import LAST, add_modules, pooling_server, save_pooling_model
 
 from slipstream.server.kserve.access import Access
+from slipstream.server.openai import fields as openai_fields
+from slipstream.server.openai.errors import ApiError
 from slipstream.server.services import create_app, create_context
 
 ADMIN = "the admin key"
@@ -218,3 +220,18 @@ def test_errors_name_the_function_or_the_format_that_is_wrong(serving, param, fi
     error = json.loads(answer)["error"]
     assert (status, error["param"]) == (400, param)
     assert " | " not in error["message"]  # no part of the server's own grammar
+
+
+def test_long_conversations_have_the_fields_and_errors_of_short_ones(monkeypatch):
+    monkeypatch.setattr(openai_fields, "_MOST_CONVERTED", 2)
+    messages: list[Any] = [{"role": "user", "content": str(number)} for number in range(5)]
+    given = {"model": "m", "messages": messages, "max_tokens": 3}
+    expected = openai_fields.ChatFields(model="m", messages=messages, max_tokens=3)
+    assert openai_fields.convert_fields(given, openai_fields.ChatFields) == expected
+    for wrong, param in (({"max_tokens": "x"}, "max_tokens"), ({"n": []}, "n")):
+        with pytest.raises(ApiError) as caught:
+            openai_fields.convert_fields({**given, **wrong}, openai_fields.ChatFields)
+        assert caught.value.param == param
+    wrong_messages = [*messages[:3], "text", *messages[3:]]
+    with pytest.raises(ApiError, match=r"messages\[3\]: expected `object`, got `str`"):
+        openai_fields.convert_fields(given | {"messages": wrong_messages}, openai_fields.ChatFields)

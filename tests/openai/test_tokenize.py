@@ -8,6 +8,8 @@ import httpx
 import pytest
 from openai_server import Serving
 
+from slipstream.server.openai import tokenize
+
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "Who are you?"}]},
@@ -91,6 +93,22 @@ def test_llama_servers_format_has_tokens_only(serving, reference):
     assert with_bos == {"tokens": reference(text)["input_ids"]}
     pieces = call(serving, "/tokenize", {"content": "Hi<s>", "with_pieces": True})["tokens"]
     assert [piece["piece"] for piece in pieces] == ["H", "i", "<s>"]
+
+
+def test_long_lists_of_tokens_are_written_in_parts(serving, monkeypatch):
+    text = "Hello, who are you?"
+    bodies = [
+        {"prompt": text, "return_token_strs": True},
+        {"prompt": text},
+        {"content": text, "with_pieces": True},
+        {"content": ""},
+    ]
+    whole = [call(serving, "/tokenize", body) for body in bodies]
+    monkeypatch.setattr(tokenize, "_WRITTEN_AT_ONCE", 2)
+    assert [call(serving, "/tokenize", body) for body in bodies] == whole
+    assert whole[0]["count"] == len(whole[0]["tokens"]) == len(whole[0]["token_strs"]) > 4
+    assert whole[1] == {**whole[0], "token_strs": None}
+    assert whole[3] == {"tokens": []}
 
 
 def test_detokenize_returns_the_text_with_special_tokens(serving, reference):

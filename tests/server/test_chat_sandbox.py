@@ -1,12 +1,19 @@
 """Chat templates that access internals or exceed a limit are refused before they use memory."""
 
+import threading
 import tracemalloc
 
 import pytest
 from jinja2.exceptions import TemplateError
 
 from slipstream.server.text import sandbox
-from slipstream.server.text.sandbox import BudgetExceeded, render
+from slipstream.server.text.sandbox import (
+    BRIEF_CHARS,
+    BRIEF_STEPS,
+    BudgetExceeded,
+    NotBrief,
+    render,
+)
 
 GROW = "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}{{ ns.x }}"
 
@@ -120,6 +127,39 @@ def test_each_rendering_has_a_budget_of_its_own():
     """A template that uses most of the budget can be rendered several times."""
     for _ in range(3):
         assert len(render("{% for i in range(90000) %}0123456789{% endfor %}", {})) == 900_000
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"{{% for i in range({BRIEF_STEPS + 1}) %}}{{% endfor %}}",
+        f"{{{{ 'a' * {BRIEF_CHARS} }}}}b",
+    ],
+)
+def test_a_brief_rendering_ends_where_it_becomes_long(source):
+    with pytest.raises(NotBrief):
+        render(source, {}, brief=True)
+    assert render(source, {}) == ("" if "for" in source else "a" * BRIEF_CHARS + "b")
+    assert render("{{ 1 + 1 }}", {}, brief=True) == "2"
+
+
+def test_a_rendering_leaves_nothing_for_the_next_one():
+    render("{% set kept = 1 %}{% macro kept_too() %}{% endmacro %}", {"given": 1})
+    assert render("[{{ kept }}{{ kept_too }}{{ given }}]", {}) == "[]"
+
+
+def test_renderings_in_several_threads_have_budgets_of_their_own():
+    rendered: list[str] = []
+
+    def render_long() -> None:
+        rendered.append(render("{% for i in range(90000) %}0123456789{% endfor %}", {}))
+
+    threads = [threading.Thread(target=render_long) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rendered == ["0123456789" * 90_000] * 4
 
 
 @pytest.mark.parametrize(

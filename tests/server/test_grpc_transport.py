@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from grpc_load import PATH, grpc_rate
+from grpc_load import INFER, GrpcLoad, grpc_rate
 
 import slipstream.server.grpc
 from slipstream.server.grpc.aio_transport import AioServer
@@ -311,15 +311,16 @@ async def test_the_client_of_the_benchmark_counts_answers_and_reports_errors():
     async def refuse(data, call):
         raise Status(grpc.StatusCode.NOT_FOUND, "no")
 
+    load = GrpcLoad(INFER, b"message", 1)
     for handler in (Unary(twice), Unary(refuse)):
-        server = create_server({PATH: handler}, ARGUMENTS)
+        server = create_server({INFER: handler}, ARGUMENTS)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         if handler.answer is twice:
-            assert await grpc_rate(port, b"message", 16, 0.1) > 0
+            assert (await grpc_rate(port, load, 16, 0.1)).units > 0
         else:
             with pytest.raises(RuntimeError, match="ModelInfer answered"):
-                await grpc_rate(port, b"message", 1, 0.1)
+                await grpc_rate(port, load, 1, 0.1)
         await server.stop(None)
 
 

@@ -239,22 +239,38 @@ def test_guides_reject_tokenizers_without_token_texts(tmp_path):
 
 
 def test_a_request_is_cancelled_while_its_grammar_is_compiled():
-    from concurrent.futures import Future
+    import threading
 
     from slipstream.engine.constraints.constraints import Constraints
     from slipstream.engine.request import GenerateRequest
     from slipstream.engine.sampling_params import SamplingParams
 
-    constraints = Constraints()
-    slow: Future = Future()
-    slow.set_running_or_notify_cancel()
-    request = GenerateRequest(4, [1], SamplingParams(guide=Guide("json", "")))
-    constraints._building[4] = (request, slow)
+    gate = threading.Event()
+    constraints = Constraints(lambda: gate.wait(20) and None)
+    constraints.start(GenerateRequest(4, [1], SamplingParams(guide=Guide("json", ""))))
     assert constraints.take_ready() == []
     assert constraints.drop(4)
     assert not constraints.drop(4)
-    slow.set_result(None)
+    gate.set()
     assert constraints.take_ready() == []
+
+
+def test_a_grammar_that_is_too_large_is_refused_without_the_librarys_backtrace():
+    from slipstream.engine.constraints.guided import GuideError, Guides
+    from slipstream.engine.constraints.vocabulary import Vocabulary
+
+    def tree(depth: int) -> dict:
+        if not depth:
+            return {"type": "integer"}
+        both = {"l": tree(depth - 1), "r": tree(depth - 1)}
+        return {"type": "object", "properties": both, "required": ["l", "r"]}
+
+    guides = Guides(Vocabulary([bytes([byte]) for byte in range(256)], frozenset()))
+    with pytest.raises(GuideError) as caught:
+        guides.open(Guide("json_schema", json.dumps(tree(13))), [])
+    assert str(caught.value) == (
+        "guided_decoding_guide: cannot be enforced: it is too large for the grammar library"
+    )
 
 
 def test_llm_returns_logits_and_prompt_log_probs(llm):

@@ -162,3 +162,55 @@ async def test_incomplete_response_is_not_terminated(
 def test_path_is_extracted_from_the_request_target() -> None:
     assert read_path(b"/v2/a%20b?x=1") == "/v2/a%20b"
     assert read_path(b"http://host:80/v2") == "/v2"
+
+
+async def test_a_long_body_is_read_in_turns_with_other_work() -> None:
+    bodies: list[bytes] = []
+
+    async def keep_body(exchange: Exchange) -> None:
+        bodies.append(await exchange.read_body(10 << 20))
+        await exchange.respond(200, b"read")
+
+    client = MemoryClient(keep_body)
+    body = bytes(range(256)) * (4 << 10)  # 1 MiB
+    client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body))
+    await client.settle()
+    for start in range(0, len(body), 256 << 10):
+        assert client.transport.reading
+        client.send(body[start : start + (256 << 10)])
+        assert not client.transport.reading
+        await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        while not client.transport.data:
+            await asyncio.sleep(0.001)
+    assert bodies == [body]
+    assert client.transport.data.endswith(b"\r\n\r\nread")
+
+
+async def test_a_body_can_be_read_twice() -> None:
+    bodies: list[bytes] = []
+
+    async def read_twice(exchange: Exchange) -> None:
+        bodies.extend([await exchange.read_body(1 << 20), await exchange.read_body(1 << 20)])
+        await exchange.respond(200, b"read")
+
+    client = MemoryClient(read_twice)
+    client.send(b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n")
+    await client.settle()
+    client.send(b"ab")
+    client.send(b"cd")
+    await client.settle()
+    assert bodies == [b"abcd"] * 2
+    assert client.transport.data.count(b"100 Continue") == 1
+
+
+async def test_a_long_response_is_written_in_pieces() -> None:
+    body = bytes(range(256)) * (4 << 10)
+    client = await run_exchange(respond(body, TEXT, [(b"a", b"b")]))
+    async with asyncio.timeout(30):
+        while not client.transport.data.endswith(body):
+            await asyncio.sleep(0)
+    head, _, received = client.transport.data.partition(b"\r\n\r\n")
+    assert b"content-length: 1048576" in head
+    assert received == body
+    assert max(map(len, client.transport.writes)) < 300_000

@@ -1,48 +1,127 @@
-"""The memory table at the start: requests that fit the cache, and copies of weights."""
+"""The table at the start: memory, capacity, what decided it and how to fit more."""
 
 from dataclasses import replace
 
+import pytest
+
 from slipstream.engine.messages import EngineInfo
-from slipstream.server.engine_link.pool import memory_table
+from slipstream.server.engine_link.memory_table import memory_table
 from slipstream.server.metrics.engine_metrics import _memory_metrics
 
 INFO = EngineInfo(
     vocab_size=100,
     max_sequence_tokens=8190,
-    max_rows=64,
+    max_rows=182,
     total_blocks=728,
     block_tokens=32,
     device="cpu",
-    dtype="float32",
-    weight_bytes=2**20,
-    cache_bytes=2**20,
-    load_seconds=1.0,
+    dtype="bfloat16",
+    weight_bytes=257 * 2**20,
+    cache_bytes=729 * 32 * 23040,
+    load_seconds=1.04,
+    step_tokens=512,
+    rows_bound="cache",
+    cache_dtype="bfloat16",
+)
+GPU = replace(
+    INFO,
+    device="cuda:0",
+    step_tokens=8192,
+    total_blocks=35_000,
+    cache_bytes=35_001 * 3 * 2**20,
+    max_rows=1024,
+    rows_bound="default",
+    weight_bytes=16_060 * 2**20,
+    compressed_weight_bytes=3 * 2**20,
+    step_bytes=4 * 2**30,
+    graph_bytes=300 * 2**20,
+    cache_dtype="bfloat16 in 12 bits",
 )
 
 
-def test_table_shows_how_many_requests_fit_the_cache():
-    last = memory_table("m", INFO)[-1]
-    assert last == "  22 requests of 1024 tokens at once; 64 of any length, up to 8190 tokens each"
+def test_the_table_of_a_cpu():
+    assert memory_table("m", INFO) == [
+        "m on cpu, loaded in 1.0 s:",
+        "  weights                257 MiB     computed in bfloat16",
+        "  KV cache               513 MiB     23296 tokens in bfloat16",
+        "  requests at once       182         limited by the KV cache",
+        "  tokens per step        512",
+        "  longest sequence      8190 tokens",
+        "  The KV cache holds 22 requests of 1024 tokens at once.",
+        "  To run more at once: --kv-cache-memory-bytes N.",
+    ]
 
 
-def test_cache_below_one_sequence_names_the_setting_that_would_hold_it():
-    lines = memory_table("m", replace(INFO, total_blocks=3))
-    assert lines[-2] == "  1 requests of 96 tokens at once; 64 of any length, up to 96 tokens each"
-    assert lines[-1] == (
-        "  the model takes sequences of 8190 tokens; max_tokens_in_paged_kv_cache 8192 would hold one"
-    )
+def test_the_table_of_a_gpu_with_the_defaults():
+    assert memory_table("m", GPU) == [
+        "m on cuda:0, loaded in 1.0 s:",
+        "  weights              16060 MiB     computed in bfloat16",
+        "  12-bit weights           3 MiB     copies for steps of up to 32 tokens",
+        "  KV cache            105003 MiB     1120000 tokens in bfloat16 in 12 bits",
+        "  a full step           4096 MiB     activations",
+        "  captured steps         300 MiB     decode graphs",
+        "  requests at once      1024         the default",
+        "  tokens per step       8192",
+        "  longest sequence      8190 tokens",
+        "  The KV cache holds 1093 requests of 1024 tokens at once.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bound", "flags", "note", "advice"),
+    [
+        ("setting", ["max_rows"], "set by --max-batch-size", None),
+        ("setting", [], "set by max_num_sequences in config.pbtxt", "--max-batch-size N."),
+        ("build", [], "the build's max_batch_size", "--max-batch-size N."),
+        ("step", ["step_tokens"], "limited by the tokens per step", "a larger --max-num-tokens."),
+        ("memory", [], "limited by free memory", "a shorter --max-seq-len."),
+        ("engine", ["max_rows"], "the most of an engine", None),
+        (
+            "cache",
+            [],
+            "limited by the KV cache",
+            "--kv-cache-dtype fp8, or --weight-only int8.",
+        ),
+        ("cache", ["cache_bytes"], "limited by the KV cache", "--kv-cache-memory-bytes N."),
+    ],
+)
+def test_rows_have_a_reason_and_advice(bound, flags, note, advice):
+    lines = memory_table("m", replace(GPU, rows_bound=bound), flags)
+    assert next(line for line in lines if "requests at once" in line).endswith(f"  {note}")
+    found = [line.removeprefix("  To run more at once: ") for line in lines if "more at" in line]
+    assert found == ([] if advice is None else [advice])
+    assert max(map(len, lines)) <= 80
+
+
+def test_sizes_that_flags_set_are_marked():
+    lines = memory_table("m", INFO, ["step_tokens", "max_sequence_tokens"])
+    assert lines[4] == "  tokens per step        512         set by --max-num-tokens"
+    assert lines[5] == "  longest sequence      8190 tokens  set by --max-seq-len"
+
+
+def test_a_cache_below_one_sequence_names_the_size_that_would_hold_it():
+    lines = memory_table("m", replace(INFO, total_blocks=3, cache_bytes=4 * 32 * 23040))
+    assert lines[-4:-1] == [
+        "  longest sequence        96 tokens",
+        "  The KV cache holds 1 request of 96 tokens at once.",
+        "  For sequences of 8190 tokens: --kv-cache-memory-bytes 180M.",
+    ]
 
 
 def test_windowed_sequences_may_be_longer_than_the_cache():
-    assert memory_table("m", replace(INFO, total_blocks=3, windowed=True))[-1].endswith(
-        "up to 8190 tokens each"
+    lines = memory_table("m", replace(INFO, total_blocks=3, windowed=True))
+    assert "  longest sequence      8190 tokens" in lines
+
+
+def test_flags_without_effect_on_the_device_are_listed():
+    flags = ["cache_dtype", "gpu_memory_utilization"]
+    assert memory_table("m", INFO, flags)[-2:] == [
+        "  --gpu-memory-utilization has no effect on a CPU: use --kv-cache-memory-bytes.",
+        "  --kv-cache-dtype fp8 has no effect: this device has no FP8.",
+    ]
+    assert memory_table("m", replace(GPU, cache_dtype="fp8"), flags) == memory_table(
+        "m", replace(GPU, cache_dtype="fp8")
     )
-
-
-def test_packed_weights_are_listed_below_the_weights():
-    lines = memory_table("m", replace(INFO, compressed_weight_bytes=3 * 2**20))
-    assert lines[2] == "  12-bit weights            3 MiB  copies, read by steps of up to 32 tokens"
-    assert len(memory_table("m", INFO)) == len(lines) - 1
 
 
 def test_packed_weights_count_as_used_memory():

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,11 @@ from slipstream.engine.messages import EngineInfo
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.engine import TextOutput, TextRequest
 from slipstream.server.engine_link.mailbox import RequestOutput
-from slipstream.server.text.chat import ChatError
+from slipstream.server.text import pipeline
+from slipstream.server.text.chat import ChatError, render_chat
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.pipeline import PromptError, TextGenerator, bad_word_tokens
+from slipstream.server.text.sandbox import BRIEF_STEPS
 from slipstream.server.text.threads import THREAD_ABOVE_SIZE
 from slipstream.server.text.tokenizer import Tokenizer
 
@@ -375,3 +378,31 @@ async def test_chat_prompt_is_the_rendered_conversation_without_added_tokens(tmp
     assert ids == tokenizer.encode("<|endoftext|><|im_start|>hello<|im_end|>", False)
     with pytest.raises(ChatError, match="at least one message"):
         await generator.chat_prompt([])
+
+
+async def test_only_short_renderings_of_a_known_template_run_on_the_event_loop(monkeypatch):
+    folder = samples.write_folder(
+        "pipeline_brief_chat",
+        samples.byte_level_tokenizer(),
+        config={
+            "chat_template": "{% for i in range(messages[0].content | int) %}ab {% endfor %}",
+        },
+    )
+    threads: list[str] = []
+
+    def render_here(*args, **options):
+        threads.append(threading.current_thread().name)
+        return render_chat(*args, **options)
+
+    monkeypatch.setattr(pipeline, "render_chat", render_here)
+    tokenizer = Tokenizer.load(folder)
+    generator = TextGenerator(tokenizer, ScriptedEngine())
+    own = threading.current_thread().name
+    for count, on_loop in [(3, [False]), (3, [True]), (BRIEF_STEPS + 1, [True, False])]:
+        threads.clear()
+        ids = await generator.chat_prompt([{"role": "user", "content": str(count)}])
+        assert ids == tokenizer.encode("ab " * count, False)
+        assert [name == own for name in threads] == on_loop
+    threads.clear()
+    await generator.chat_prompt([{"role": "user", "content": "3"}], tools=[{"type": "function"}])
+    assert own not in threads

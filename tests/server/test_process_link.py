@@ -11,11 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
+from slipstream.engine.messages import (
+    Cancel,
+    DropFrontEnd,
+    EngineInfo,
+    EngineStats,
+    Shutdown,
+    StepOutputs,
+)
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.server.engine_link.engine_end import EngineEnd
 from slipstream.server.engine_link.link import (
-    EngineEnd,
     EngineFailed,
     LinkError,
     ServerEnd,
@@ -48,6 +55,7 @@ to_engine = st.one_of(
         cache_salt=st.text(),
     ),
     st.builds(Cancel, st.lists(numbers), st.text()),
+    st.builds(DropFrontEnd, numbers, st.text()),
     st.just(Shutdown()),
 )
 from_engine = st.one_of(
@@ -133,7 +141,7 @@ async def test_messages_arrive_in_order_after_the_socket_file_is_removed():
             done.set()
 
     def engine():
-        end = EngineEnd(str(server.path))
+        end = EngineEnd([str(server.path)])
         for step in range(count):
             end.send(EngineStats(steps=step))
         received = []

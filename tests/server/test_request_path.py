@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -20,6 +19,7 @@ from tiny_server import HERE, MODEL, make_repository
 
 from slipstream.server.engine_link.client import Supervision
 from slipstream.server.engine_link.pool import EnginePool
+from slipstream.server.frontends.ports import Ports
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.options import Port, ServerOptions
 from slipstream.server.services import Services
@@ -82,16 +82,18 @@ async def serving(folder: Path) -> AsyncIterator[int]:
     """Serve the scripted engine, which runs in a process of its own; yield the HTTP port."""
     engines = EnginePool({}, Supervision(), (sys.executable, str(HERE / "scripted_engine.py")))
     closed = Port(0, open=False)
-    options = ServerOptions((make_repository(folder),), grpc=closed, metrics=closed)
+    options = ServerOptions((make_repository(folder),), Port(0), closed, closed)
     services = Services(options, engines, ServerState(engines), [])
     reading = services.loader.read()
     assert await services.load(list(reading.repository.models), reading) == {}
-    listening = socket.create_server(("127.0.0.1", 0))
-    await services.open(listening, None)
+    ports = Ports(options.http, closed, closed)
+    await services.open(ports)
     try:
-        yield listening.getsockname()[1]
+        assert ports.http is not None
+        yield ports.http.getsockname()[1]
     finally:
         await services.close()
+        ports.close()
         await engines.stop()
 
 

@@ -88,6 +88,10 @@ class RealServer:
             self.ports = {name: int(port) for name, port in _STARTED.findall(self.log())}
         return self
 
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 

@@ -25,6 +25,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MODEL = "counter"
 CLOSE_SECONDS = "TINY_SERVER_CLOSE_SECONDS"
+TRITONSERVER = "tritonserver"
 STARTED = re.compile(
     r"Started (GRPCInferenceService|HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)"
 )
@@ -58,18 +59,27 @@ def make_repository(folder: Path, engine_name: str = "fine") -> Path:
 
 
 class TinyServer:
-    """`slipstream start` on free ports, in a process of its own.
+    """`slipstream start`, or `tritonserver`, on free ports, in a process of its own.
 
     `close_seconds` replaces the time for which connections of inactive clients are kept at exit.
     """
 
     def __init__(
-        self, repository: Path, temporary: Path, *options: str, close_seconds: float | None = None
+        self,
+        repository: Path,
+        temporary: Path,
+        *options: str,
+        close_seconds: float | None = None,
+        program: str = "start",
     ) -> None:
+        self._last_line = "Metrics Service" if program == TRITONSERVER else "API docs"
         self.temporary = temporary
         self.temporary.mkdir(exist_ok=True)
         ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
-        command = [sys.executable, __file__, "start", "--repo", str(repository), *ports, *options]
+        if program == TRITONSERVER:
+            ports += ["--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1"]
+        source = ["--model-repository", str(repository)]
+        command = [sys.executable, __file__, program, *source, *ports, *options]
         environment = os.environ | {
             "TMPDIR": str(temporary),
             "PYTHONPATH": str(ROOT),
@@ -99,7 +109,8 @@ class TinyServer:
     def wait_started(self) -> TinyServer:
         wait_for(
             lambda: (
-                any("API docs" in line for line in self.lines) or self.process.poll() is not None
+                any(self._last_line in line for line in self.lines)
+                or self.process.poll() is not None
             )
         )
         assert self.process.poll() is None, "\n".join(self.lines)
@@ -163,13 +174,18 @@ def main() -> None:
 
     # before it is first read
     engine_child.ENGINE_COMMAND = (sys.executable, str(HERE / "scripted_engine.py"))
-    from slipstream.cli.main import main as slipstream
+    if sys.argv[1] == TRITONSERVER:
+        from slipstream.cli.compat.tritonserver import main as command
+
+        del sys.argv[1]
+    else:
+        from slipstream.cli.main import main as command
 
     if CLOSE_SECONDS in os.environ:
         from slipstream.server import services
 
         services.CLOSE_SECONDS = float(os.environ[CLOSE_SECONDS])
-    slipstream()
+    command()
 
 
 if __name__ == "__main__":

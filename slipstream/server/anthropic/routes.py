@@ -21,6 +21,7 @@ from slipstream.server.anthropic.writer import MessageWriter
 from slipstream.server.http.exchange import JSON, ClientGone, Exchange, check_access
 from slipstream.server.http.routes import ANY_METHOD, Parameters, Route, RouteGroup
 from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.errors import NeedsPrimary
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.openai.calls import Call
@@ -54,6 +55,8 @@ class AnthropicRoutes:
             await self._route(exchange)
         except ClientGone:
             return
+        except NeedsPrimary:
+            raise
         except Exception as error:
             if exchange.started:
                 raise

@@ -15,12 +15,15 @@ from pathlib import Path
 import msgspec
 
 import slipstream
+from slipstream.engine.messages import DropFrontEnd
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.link import (
     EXIT_WITH_REASON,
     FromEngine,
     ServerEnd,
     StartOrder,
+    new_socket_path,
+    remove_socket,
 )
 from slipstream.server.log.capture import Relay
 from slipstream.server.log.output import HANDLER
@@ -38,15 +41,23 @@ _OUTPUT_SECONDS = 0.5
 
 class EngineChild:
     def __init__(
-        self, command: Sequence[str], engine_folder: str, settings: EngineSettings, name: str = ""
+        self,
+        command: Sequence[str],
+        engine_folder: str,
+        settings: EngineSettings,
+        name: str = "",
+        frontends: int = 1,
     ) -> None:
-        """`name`: name of the engine model in the log."""
+        """`name`: name of the engine model in the log. `frontends`: processes of the server."""
         # On a terminal the process shows a progress bar itself. Elsewhere its output is captured
         # and logged.
         log = HANDLER.settings
         terminal = sys.stderr.isatty() and log.format != "json" and not log.file
         self.link = ServerEnd()
-        order = StartOrder(str(self.link.path), engine_folder, settings.to_json(), os.getpid())
+        # one socket per front end; this one, the primary, has the first
+        self._paths = [self.link.path, *(new_socket_path() for _ in range(frontends - 1))]
+        sockets = [str(path) for path in self._paths]
+        order = StartOrder(sockets, engine_folder, settings.to_json(), os.getpid())
         try:
             self._process = subprocess.Popen(
                 [*command, msgspec.json.encode(order).decode()],
@@ -57,7 +68,7 @@ class EngineChild:
                 start_new_session=True,  # Ctrl-C in the terminal must reach only the server
             )
         except OSError:
-            self.link.close()
+            self._close_links()
             raise
         self._relay: Relay | None = None
         if self._process.stdout is not None:
@@ -70,6 +81,16 @@ class EngineChild:
     @property
     def process_id(self) -> int:
         return self._process.pid
+
+    def link_path(self, index: int) -> str:
+        """Return the path of the socket that this front end binds."""
+        return str(self._paths[index])
+
+    def drop_frontend(self, index: int) -> None:
+        """Cancel the requests of a front end that has ended. Its successor gets a new socket."""
+        remove_socket(self._paths[index])
+        self._paths[index] = new_socket_path()
+        self.link.send(DropFrontEnd(index, str(self._paths[index])))
 
     def attach(
         self,
@@ -102,13 +123,18 @@ class EngineChild:
         self._process.kill()
 
     def close(self) -> None:
-        """Close the link and reap the process."""
-        self.link.close()
+        """Close the links and reap the process."""
+        self._close_links()
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
             logger.error("engine process %d was killed but has not ended", self._process.pid)
         self._finish_output()
+
+    def _close_links(self) -> None:
+        self.link.close()
+        for path in self._paths:
+            remove_socket(path)
 
     def _finish_output(self) -> None:
         if self._relay is not None:

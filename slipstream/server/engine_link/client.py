@@ -10,6 +10,9 @@ When the process dies, its requests fail at once with the reason, and it is rest
 number of times; then `wait_failed` returns and the server exits. A process that has work and sends
 no message for too long must write its stacks, is killed, and counts as dead. This module does not
 import torch.
+
+A server of several processes has this client in its primary one. The others use a `LinkedEngine`,
+at the path that `link_path` returns.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.engine.messages import (
+    FRONTEND_SHIFT,
     Cancel,
     EngineInfo,
     EngineStats,
@@ -35,7 +39,7 @@ from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
 from slipstream.server.engine_link.engine import EngineUnavailable
-from slipstream.server.engine_link.link import EngineFailed, FromEngine
+from slipstream.server.engine_link.link import EngineFailed, FromEngine, ServerEnd
 from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
 from slipstream.server.engine_link.serve import STATS_SECONDS
 from slipstream.server.log.output import HANDLER
@@ -57,6 +61,71 @@ class Supervision:
     start_seconds: float = 300.0  # longest time from the start of the process until it serves
 
 
+class LinkedRequests:
+    """The requests of one front end at one engine process, and the link they go over."""
+
+    def __init__(self, index: int = 0) -> None:
+        # why the engine does not serve; None while it serves or loads for the first time
+        self.failure: str | None = None
+        self.draining = False
+        self._link: ServerEnd | None = None  # None while the engine does not serve
+        self._mailboxes = Mailboxes(_first_id(index))
+
+    @property
+    def serving(self) -> bool:
+        return self._link is not None
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._mailboxes)
+
+    def watch_outstanding(self, on_count: Callable[[int], None]) -> None:
+        """Call this with the number of requests in flight whenever it changes."""
+        self._mailboxes.on_count = on_count
+
+    def serve(self, link: ServerEnd) -> None:
+        """Send requests over this link from now on."""
+        self._link = link
+        self.failure = None
+
+    def lose(self, reason: str) -> None:
+        """Fail the requests in flight and refuse others: the engine process has failed."""
+        self._link = None
+        self.failure = reason
+        self._mailboxes.fail_all(f"the engine process failed: {reason}")
+
+    def end(self) -> None:
+        """Fail the requests in flight and refuse others: the server is shutting down."""
+        self.draining = True
+        self._mailboxes.fail_all("the server is shutting down")
+
+    def submit(self, request: GenerateRequest) -> InFlightRequest:
+        if self.draining:
+            raise EngineUnavailable("the server is shutting down")
+        if self._link is None:
+            raise EngineUnavailable(
+                f"the engine is not running: {self.failure or 'it is still loading'}"
+            )
+        in_flight = self._mailboxes.open(request, self._cancel)
+        try:
+            self._link.send(in_flight.request)
+        except Exception:
+            # an open mailbox would count as work that the engine never ends
+            self._mailboxes.withdraw(in_flight)
+            raise
+        return in_flight
+
+    def deliver(self, outputs: StepOutputs) -> None:
+        self._mailboxes.deliver(outputs)
+
+    async def wait_drained(self) -> None:
+        await self._mailboxes.wait_empty()
+
+    def _cancel(self, request_id: int, reason: str) -> None:
+        if self._link is not None:
+            self._link.send(Cancel([request_id], reason))
+
+
 class EngineClient:
     def __init__(
         self,
@@ -65,12 +134,15 @@ class EngineClient:
         supervision: Supervision = Supervision(),
         command: Sequence[str] = ENGINE_COMMAND,
         name: str = "",
+        frontends: int = 1,
     ) -> None:
-        """`name`: name of the engine model in the log."""
+        """`name`: name of the engine model in the log. `frontends`: processes of the server."""
         self.info: EngineInfo | None = None
-        # why it does not serve; None while it serves or loads for the first time
-        self.failure: str | None = None
         self.on_stats: Callable[[], None] | None = None
+        # called each time a process begins to serve, for the first time and after a restart
+        self.on_serving: Callable[[], None] = lambda: None
+        # called with the reason each time a process that served has failed
+        self.on_lost: Callable[[str], None] = lambda reason: None
         self._verbose = False  # the process sends its statistics after each step
         self._process_stats = EngineStats()  # latest statistics of the current process
         self._past_stats = EngineStats()  # totals of the processes before it
@@ -80,11 +152,10 @@ class EngineClient:
         self._supervision = supervision
         self._command = command
         self._name = name
-        self._mailboxes = Mailboxes()
+        self._frontends = frontends
+        self._requests = LinkedRequests()
         self._child: EngineChild | None = None
-        self._serving = False
         self._lost = False  # the process has failed, but may not have ended yet
-        self._draining = False
         self._stopping = False
         self._restarts: deque[float] = deque()
         self._silent_seconds = 0.0
@@ -99,7 +170,12 @@ class EngineClient:
     def ready(self) -> bool:
         """Whether it serves, accepts new work and makes progress with the work it has."""
         stalled = self._silent_seconds > self._supervision.silence_seconds / 4
-        return self._serving and not self._draining and not stalled
+        return self._requests.serving and not self._requests.draining and not stalled
+
+    @property
+    def failure(self) -> str | None:
+        """Why it does not serve; None while it serves or loads for the first time."""
+        return self._requests.failure
 
     @property
     def stats(self) -> EngineStats:
@@ -121,7 +197,8 @@ class EngineClient:
 
     @property
     def outstanding(self) -> int:
-        return len(self._mailboxes)
+        """The number of requests of this front end in flight."""
+        return self._requests.outstanding
 
     @property
     def process_id(self) -> int | None:
@@ -129,25 +206,29 @@ class EngineClient:
         return None if self._child is None else self._child.process_id
 
     def submit(self, request: GenerateRequest) -> InFlightRequest:
-        if self._draining or self._stopping:
-            raise EngineUnavailable("the server is shutting down")
-        if not self._serving or self._child is None:
-            raise EngineUnavailable(
-                f"the engine is not running: {self.failure or 'it is still loading'}"
-            )
         self._follow_log_level()
-        in_flight = self._mailboxes.open(request, self._cancel)
-        try:
-            self._child.link.send(in_flight.request)
-        except Exception:
-            # an open mailbox would count as work that the engine never ends
-            self._mailboxes.withdraw(in_flight)
-            raise
-        return in_flight
+        return self._requests.submit(request)
 
-    def _cancel(self, request_id: int, reason: str) -> None:
-        if self._child is not None:
-            self._child.link.send(Cancel([request_id], reason))
+    # -- other front ends
+
+    @property
+    def serving(self) -> bool:
+        """Whether there is a process that serves."""
+        return self._child is not None and self._requests.serving
+
+    def watch_outstanding(self, on_count: Callable[[int], None]) -> None:
+        """Call this with the number of this front end's requests whenever it changes."""
+        self._requests.watch_outstanding(on_count)
+
+    def link_path(self, index: int) -> str:
+        """Return the path where front end `index` reaches the process that serves now."""
+        assert self._child is not None, "only while it serves"
+        return self._child.link_path(index)
+
+    def drop_frontend(self, index: int) -> None:
+        """Cancel all requests of a front end that has ended. `link_path` then changes."""
+        if self._child is not None and self._requests.serving:
+            self._child.drop_frontend(index)
 
     # -- start and stop
 
@@ -155,7 +236,9 @@ class EngineClient:
         """Start the process. Call this from the main thread: the kernel kills the process when the
         calling thread ends.
         """
-        self._child = EngineChild(self._command, self._engine_folder, self._settings, self._name)
+        self._child = EngineChild(
+            self._command, self._engine_folder, self._settings, self._name, self._frontends
+        )
         self._loading_seconds = 0.0
         self._lost = False
         self._verbose = False
@@ -178,23 +261,23 @@ class EngineClient:
 
     def begin_drain(self) -> None:
         """Refuse new requests and go on with those in flight."""
-        self._draining = True
+        self._requests.draining = True
 
     async def wait_drained(self) -> None:
-        await self._mailboxes.wait_empty()
+        """Wait for the requests of this front end."""
+        await self._requests.wait_drained()
 
     async def stop(self, patience_seconds: float = 5.0) -> None:
         """End the process. Requests still in flight fail."""
         self._stopping = True
         if self._watchdog is not None:
             self._watchdog.cancel()
-        self._mailboxes.fail_all("the server is shutting down")
+        self._requests.end()
         child = self._child
         if child is None:
             return
-        if self._serving and child.link.send(Shutdown()):
+        if self._requests.serving and child.link.send(Shutdown()):
             await child.wait(patience_seconds)
-        self._serving = False
         child.kill()
         await child.wait(patience_seconds)
         child.close()
@@ -203,7 +286,7 @@ class EngineClient:
     def kill(self) -> None:
         """End the process now, without an event loop."""
         self._stopping = True
-        self._serving = False
+        self._requests.end()
         if self._child is not None:
             self._child.kill()
             self._child.close()
@@ -218,31 +301,37 @@ class EngineClient:
     def _on_message(self, message: FromEngine) -> None:
         self._silent_seconds = 0.0
         if isinstance(message, StepOutputs):
-            self._mailboxes.deliver(message)
+            self._requests.deliver(message)
         elif isinstance(message, EngineStats):
+            stepped = message.steps != self._process_stats.steps
             self._process_stats = message
             self._follow_log_level()
-            if self._verbose and self.on_stats is not None:
+            if stepped and self._verbose and self.on_stats is not None:
                 self.on_stats()
         elif isinstance(message, EngineInfo):
-            self._on_serving(message)
+            self._begin_to_serve(message)
         elif isinstance(message, EngineFailed):
             self._lose(message.reason)
 
     def _follow_log_level(self) -> None:
         """Ask for statistics after each step while verbose lines are logged."""
         verbose = HANDLER.settings.verbose_level > 0
-        if verbose != self._verbose and self._child is not None:
+        if verbose != self._verbose and self._requests.serving:
             self._verbose = verbose
-            self._child.link.send(StatsPeriod(0.0 if verbose else STATS_SECONDS))
+            self._ask_for_stats()
 
-    def _on_serving(self, info: EngineInfo) -> None:
+    def _ask_for_stats(self) -> None:
+        """Have the process send its statistics now, and then regularly while it has work."""
+        if self._child is not None:
+            self._child.link.send(StatsPeriod(0.0 if self._verbose else STATS_SECONDS))
+
+    def _begin_to_serve(self, info: EngineInfo) -> None:
         assert self._child is not None
         assert self._started is not None
         self._child.link.unlink_socket()
         self.info = info
-        self.failure = None
-        self._serving = True
+        self._requests.serve(self._child.link)
+        self.on_serving()
         if not self._started.done():
             self._started.set_result(None)
         else:
@@ -253,12 +342,14 @@ class EngineClient:
 
     def _lose(self, reason: str) -> None:
         """Fail all requests in flight. The first reason that is given is the cause."""
-        if not self._lost:
-            self.failure = reason
-            self._lost = True
-        self._serving = False
         self._silent_seconds = 0.0
-        self._mailboxes.fail_all(f"the engine process failed: {self.failure}")
+        if self._lost:
+            return
+        self._lost = True
+        served = self._requests.serving
+        self._requests.lose(reason)
+        if served:
+            self.on_lost(reason)
 
     def _on_exit(self, how: str) -> None:
         if self._stopping or self._child is None:
@@ -312,9 +403,9 @@ class EngineClient:
             await asyncio.sleep(tick)
             if self._child is None:
                 continue
-            self._child.link.receive_waiting()
-            if self._serving:
-                self._silent_seconds = self._silent_seconds + tick if self.outstanding else 0.0
+            self._child.link.receive_some()
+            if self._requests.serving:
+                self._silent_seconds = self._silent_seconds + tick if self._must_answer() else 0.0
                 if self._silent_seconds >= limits.silence_seconds:
                     await self._kill_hung(
                         f"it sent no message for {limits.silence_seconds:g} s while it had work"
@@ -323,6 +414,16 @@ class EngineClient:
                 self._loading_seconds += tick
                 if self._loading_seconds >= limits.start_seconds:
                     await self._kill_hung(f"not ready {limits.start_seconds:g} s after its start")
+
+    def _must_answer(self) -> bool:
+        """Return whether a process that serves must send a message.
+
+        It must if it has work. The work of other front ends is not known here, so where there are
+        others the process is asked for its statistics.
+        """
+        if self._frontends > 1:
+            self._ask_for_stats()
+        return self.outstanding > 0 or self._frontends > 1
 
     async def _kill_hung(self, reason: str) -> None:
         assert self._child is not None
@@ -338,3 +439,15 @@ class EngineClient:
         await asyncio.sleep(0.5)
         child.kill()
         await child.wait(5.0)
+
+
+def _first_id(index: int) -> int:
+    """Return the id before the first one of this front end.
+
+    A front end that takes the place of an ended one must not use its ids again: the engine may
+    still send outputs of that one's requests. So its ids begin with the time, in microseconds since
+    the machine started. The primary front end has no predecessor at its engines.
+    """
+    if index == 0:
+        return 0
+    return (index << FRONTEND_SHIFT) + time.monotonic_ns() // 1000 % (1 << FRONTEND_SHIFT - 1)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
 from slipstream.engine.request import GenerateRequest
 from slipstream.server.engine_link.engine import EngineUnavailable
-from slipstream.server.engine_link.link import FromEngine, ToEngine
+from slipstream.server.engine_link.link import FromEngine, ToLoop
 from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
 from slipstream.server.engine_link.serve import Loop, describe, serve
 
@@ -97,10 +97,10 @@ class _QueueLink:
 
     def __init__(self, engine: InProcessEngine) -> None:
         self._engine = engine
-        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        self._taken: list[ToEngine] = []  # messages that `wait` took from the inbox
+        self._inbox: queue.SimpleQueue[ToLoop] = queue.SimpleQueue()
+        self._taken: list[ToLoop] = []  # messages that `wait` took from the inbox
 
-    def put(self, message: ToEngine) -> None:
+    def put(self, message: ToLoop) -> None:
         self._inbox.put(message)
 
     def send(self, message: FromEngine) -> None:
@@ -119,7 +119,7 @@ class _QueueLink:
                 return False
         return True
 
-    def receive_waiting(self) -> list[ToEngine]:
+    def receive_waiting(self) -> list[ToLoop]:
         messages = self._taken
         self._taken = []
         while not self._inbox.empty():

@@ -1,14 +1,16 @@
-"""The link between the server and its engine process: a Unix socket that only this user can open.
+"""The link between a server process and an engine process: a Unix socket that only this user can
+open.
 
 A message is one byte for its kind, followed by the msgpack form of one dataclass of
 `engine/messages.py` or `engine/request.py`. Both ends decode into exactly those types and refuse
-anything else, so a message cannot cause code to run. The server's end runs on an event loop; the
-engine's end blocks.
+anything else, so a message cannot cause code to run. This module has the messages and the server's
+end, which runs on an event loop. `engine_end.py` has the engine's end, which blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import tempfile
@@ -22,6 +24,7 @@ import zmq
 
 from slipstream.engine.messages import (
     Cancel,
+    DropFrontEnd,
     EngineInfo,
     EngineStats,
     Shutdown,
@@ -31,6 +34,7 @@ from slipstream.engine.messages import (
 from slipstream.engine.request import GenerateRequest
 
 EXIT_WITH_REASON = 70  # exit code of an engine process that has sent `EngineFailed`
+_BYTES_AT_ONCE = 2 << 20  # bytes of messages that are read before the event loop does other work
 _LONGEST_PATH = 100  # bytes in the path of a Unix socket; the kernel's limit is 107
 
 
@@ -38,7 +42,7 @@ _LONGEST_PATH = 100  # bytes in the path of a Unix socket; the kernel's limit is
 class StartOrder:
     """The argument of the engine process, as JSON on its command line."""
 
-    socket: str
+    sockets: list[str]  # one path per front end of the server
     engine_folder: str
     settings: dict[str, Any]
     parent_process: int
@@ -51,15 +55,18 @@ class EngineFailed:
     reason: str
 
 
-ToEngine = GenerateRequest | Cancel | StatsPeriod | Shutdown
+ToLoop = GenerateRequest | Cancel | StatsPeriod | Shutdown
+ToEngine = ToLoop | DropFrontEnd  # the engine's end of the links carries out the latter
 FromEngine = EngineInfo | StepOutputs | EngineStats | EngineFailed
 
 _TO_ENGINE: dict[bytes, type] = {
     b"G": GenerateRequest,
     b"C": Cancel,
     b"P": StatsPeriod,
+    b"D": DropFrontEnd,
     b"Q": Shutdown,
 }
+_FROM_SECONDARY: dict[bytes, type] = {b"G": GenerateRequest, b"C": Cancel}
 _FROM_ENGINE: dict[bytes, type] = {
     b"I": EngineInfo,
     b"O": StepOutputs,
@@ -87,6 +94,12 @@ def decode_to_engine(frame: bytes) -> ToEngine:
     return message
 
 
+def decode_from_secondary(frame: bytes) -> GenerateRequest | Cancel:
+    """Decode a message of a front end that does not own the engine process."""
+    message: GenerateRequest | Cancel = _decode(frame, _FROM_SECONDARY)
+    return message
+
+
 def decode_from_engine(frame: bytes) -> FromEngine:
     message: FromEngine = _decode(frame, _FROM_ENGINE)
     return message
@@ -108,23 +121,27 @@ class ServerEnd:
     It needs no event loop before `attach`, so that the engine can start to load at once.
     """
 
-    def __init__(self) -> None:
-        self._folder = _private_folder()
-        self.path = self._folder / "engine"
+    def __init__(self, path: Path | None = None) -> None:
+        """`path`: the result of `new_socket_path`; None: a new one."""
+        self.path = path or new_socket_path()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
-        _configure(self._socket, linger_ms=0)
-        self._socket.bind(f"ipc://{self.path}")
-        os.chmod(self.path, 0o600)
+        configure(self._socket, linger_ms=0)
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[FromEngine], None] | None = None
+        try:
+            self._socket.bind(f"ipc://{self.path}")
+            os.chmod(self.path, 0o600)
+        except (zmq.ZMQError, OSError) as error:
+            self.close()
+            raise LinkError(f"the socket {self.path} cannot be bound: {error}") from error
 
     def attach(self, on_message: Callable[[FromEngine], None]) -> None:
         """Call `on_message` on the running event loop for each message, including waiting ones."""
         self._event_loop = asyncio.get_running_loop()
         self._on_message = on_message
-        self._event_loop.add_reader(self._socket.FD, self.receive_waiting)
-        self.receive_waiting()
+        self._event_loop.add_reader(self._socket.FD, self.receive_some)
+        self.receive_some()
 
     def send(self, message: ToEngine) -> bool:
         """Send a message; return False when the other end is not connected.
@@ -137,17 +154,30 @@ class ServerEnd:
             return False
         # zmq's descriptor is edge triggered and sending may consume the edge, so poll once more.
         if self._event_loop is not None and self._socket.poll(0):
-            self._event_loop.call_soon(self.receive_waiting)
+            self._event_loop.call_soon(self.receive_some)
         return True
 
-    def receive_waiting(self) -> None:
-        """Pass on every message that has arrived."""
+    def receive_waiting(self, most_bytes: float = math.inf) -> bool:
+        """Pass on every message that has arrived, or about this many bytes of them.
+
+        Return whether there may be more.
+        """
+        received = 0
         while not self._socket.closed and self._on_message is not None:
+            if received > most_bytes:
+                return True
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
+            received += len(frame)
             self._on_message(decode_from_engine(frame))
+        return False
+
+    def receive_some(self) -> None:
+        """Pass on messages for a few milliseconds, and the others after other work."""
+        if self.receive_waiting(_BYTES_AT_ONCE) and self._event_loop is not None:
+            self._event_loop.call_soon(self.receive_some)
 
     def close(self) -> None:
         if self._socket.closed:
@@ -164,50 +194,27 @@ class ServerEnd:
         It is not needed once both ends are connected, and a server that is killed later leaves no
         file behind.
         """
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_socket(self.path)
 
 
-class EngineEnd:
-    """The engine's end of the link. It blocks while the engine has no work."""
+def new_socket_path() -> Path:
+    """Return a path for a socket, in a new folder that only this user may enter.
 
-    def __init__(self, path: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        _configure(self._socket, linger_ms=1000)
-        self._socket.connect(f"ipc://{path}")
-
-    def send(self, message: FromEngine) -> None:
-        self._socket.send(encode(message))
-
-    def wait(self, seconds: float | None) -> bool:
-        """Wait for a message, at most for this long; return whether there is one."""
-        return bool(self._socket.poll(None if seconds is None else round(seconds * 1000)))
-
-    def receive_waiting(self) -> list[ToEngine]:
-        messages: list[ToEngine] = []
-        while True:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return messages
-            messages.append(decode_to_engine(frame))
-
-    def close(self) -> None:
-        """Close the link once everything is sent, or after a second."""
-        self._socket.close()
-        self._context.term()
-
-
-def _private_folder() -> Path:
-    """Create a folder that only this user may enter, with a path short enough for a socket."""
+    The path is short enough for a socket.
+    """
     folder = tempfile.mkdtemp(prefix="slipstream-")
     if len(folder) > _LONGEST_PATH - len("/engine"):
         os.rmdir(folder)
         folder = tempfile.mkdtemp(prefix="slipstream-", dir="/tmp")
-    return Path(folder)
+    return Path(folder) / "engine"
 
 
-def _configure(socket: zmq.Socket[bytes], linger_ms: int) -> None:
+def remove_socket(path: Path) -> None:
+    """Remove a socket and its folder."""
+    shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def configure(socket: zmq.Socket[bytes], linger_ms: int) -> None:
     # No limit on queued messages: the sender must not block, and a full queue would look like a
     # dead peer to it. The requests that the server admits bound the queue.
     socket.set(zmq.SNDHWM, 0)

@@ -46,17 +46,37 @@ class RequestOutput:
             if self.top_log_probs is None:
                 self.top_log_probs = []
             self.top_log_probs += newer.top_log_probs
-        self.finish_reason = newer.finish_reason
-        self.cached_tokens = max(self.cached_tokens, newer.cached_tokens)
-        self.error = newer.error
-        self.lost = newer.lost
-        self.timing = newer.timing
-        self.received_ns = newer.received_ns
-        self.beams = newer.beams
-        if self.scores is None:
-            self.scores = newer.scores
-        elif newer.scores is not None:
-            self.scores.merge(newer.scores)
+        if newer.cached_tokens > self.cached_tokens:
+            self.cached_tokens = newer.cached_tokens
+        if newer.scores is not None:
+            if self.scores is None:
+                self.scores = newer.scores
+            else:
+                self.scores.merge(newer.scores)
+        if newer.finish_reason:
+            self.finish_reason = newer.finish_reason
+            self.error = newer.error
+            self.lost = newer.lost
+            self.timing = newer.timing
+            self.received_ns = newer.received_ns
+            self.beams = newer.beams
+
+    def take_error(self) -> RequestOutput:
+        """Return the end of a failed request without its tokens, which stay in this output."""
+        end = RequestOutput(
+            finish_reason=self.finish_reason,
+            cached_tokens=self.cached_tokens,
+            error=self.error,
+            timing=self.timing,
+            lost=self.lost,
+            received_ns=self.received_ns,
+        )
+        self.finish_reason = ""
+        self.error = ""
+        self.timing = None
+        self.lost = False
+        self.received_ns = 0
+        return end
 
 
 class InFlightRequest:
@@ -70,6 +90,8 @@ class InFlightRequest:
         self._arrival: asyncio.Future[None] | None = None
         self._finished = False  # the last output has arrived
         self._ended = False  # the last output has been read
+        # whether outputs before the last one have tokens only
+        self.tokens_only = _reports_tokens_only(request.sampling)
 
     @property
     def request_id(self) -> int:
@@ -100,6 +122,16 @@ class InFlightRequest:
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
+    def deliver_token(self, token: int, cached_tokens: int) -> None:
+        """Do what `deliver` does for a single token, the most frequent output."""
+        unread = self._unread
+        if unread is not None:
+            unread.tokens.append(token)
+            return
+        self._unread = RequestOutput([token], cached_tokens=cached_tokens)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
     def fail(self, reason: str) -> None:
         self.deliver(RequestOutput(finish_reason="error", error=reason, lost=True))
 
@@ -116,7 +148,8 @@ class InFlightRequest:
             finally:
                 self._arrival = None
         output = self._unread
-        self._unread = None
+        # A reader ends at an error. It gets the tokens before the error first.
+        self._unread = output.take_error() if output.error and output.tokens else None
         self._ended = bool(output.finish_reason)
         return output
 
@@ -124,10 +157,13 @@ class InFlightRequest:
 class Mailboxes:
     """The requests in flight, by request id. A request leaves with its last output."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_id: int = 0) -> None:
+        """`last_id`: the id before the first one that is assigned."""
         self._requests: dict[int, InFlightRequest] = {}
-        self._last_id = 0
+        self._last_id = last_id
         self._emptied: list[asyncio.Future[None]] = []
+        # called with the number of requests whenever it changes
+        self.on_count: Callable[[int], None] | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -137,6 +173,8 @@ class Mailboxes:
         self._last_id += 1  # never reused, so a late message of an old request finds no mailbox
         in_flight = InFlightRequest(replace(request, request_id=self._last_id), cancel)
         self._requests[self._last_id] = in_flight
+        if self.on_count is not None:
+            self.on_count(len(self._requests))
         return in_flight
 
     def withdraw(self, in_flight: InFlightRequest) -> None:
@@ -150,6 +188,9 @@ class Mailboxes:
 
         Where an event loop is given, only to the requests of that loop.
         """
+        if event_loop is None and outputs.token_counts.count(1) == len(outputs.token_counts):
+            self._deliver_tokens(outputs)
+            return
         position = 0
         for row, request_id in enumerate(outputs.request_ids):
             end = position + outputs.token_counts[row]
@@ -160,6 +201,22 @@ class Mailboxes:
                 if in_flight.finished:
                     self._close(request_id)
             position = end
+
+    def _deliver_tokens(self, outputs: StepOutputs) -> None:
+        """Deliver rows of one token each, which nearly all steps have."""
+        find = self._requests.get
+        columns = (outputs.request_ids, outputs.tokens, outputs.cached_tokens)
+        for row, (request_id, token, cached_tokens) in enumerate(zip(*columns, strict=True)):
+            in_flight = find(request_id)
+            if in_flight is None:
+                continue
+            if in_flight.tokens_only and not outputs.finish_reasons[row]:
+                in_flight.deliver_token(token, cached_tokens)
+                continue
+            sampling = in_flight.request.sampling
+            in_flight.deliver(_row_output(outputs, row, row, row + 1, sampling))
+            if in_flight.finished:
+                self._close(request_id)
 
     def event_loops(self) -> set[asyncio.AbstractEventLoop]:
         """Return the event loops that wait for an output."""
@@ -192,11 +249,27 @@ class Mailboxes:
 
     def _close(self, request_id: int) -> None:
         del self._requests[request_id]
+        if self.on_count is not None:
+            self.on_count(len(self._requests))
         if not self._requests:
             for emptied in self._emptied:
                 if not emptied.done():
                     emptied.set_result(None)
             self._emptied.clear()
+
+
+def _reports_tokens_only(sampling: SamplingParams) -> bool:
+    """Return whether the engine reports no scores of any kind with the tokens."""
+    return not (
+        sampling.log_probs
+        or sampling.top_log_probs
+        or sampling.prompt_log_probs
+        or sampling.top_prompt_log_probs
+        or sampling.prompt_ranks
+        or sampling.context_logits
+        or sampling.generation_logits
+        or sampling.pooling
+    )
 
 
 def _row_output(

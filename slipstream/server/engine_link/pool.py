@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from slipstream.engine.messages import EngineInfo
+from slipstream.engine.options import flag
 from slipstream.repository.models import EngineModel
 from slipstream.server.engine_link.client import EngineClient, Supervision
 
 logger = logging.getLogger(__name__)
-
-_TYPICAL_TOKENS = 1024  # prompt and answer of a typical chat
 
 
 class EnginePool:
@@ -34,6 +32,15 @@ class EnginePool:
         self._changed: asyncio.Event | None = None
         # called when an engine is added or removed
         self.on_change: Callable[[], None] = lambda: None
+        self.frontends = 1  # processes of the server, each with a link to every engine
+        # called with each new engine, before its process starts
+        self.on_create: Callable[[EngineClient], None] = lambda client: None
+        # returns the requests that other front ends have in flight at an engine
+        self.count_elsewhere: Callable[[EngineClient], int] = lambda client: 0
+        # waits until the other front ends have no request at an engine that leaves
+        self.wait_drained_elsewhere: Callable[[EngineClient], Awaitable[None]] = _no_others
+        # called when the process of an engine that was unloaded or replaced has ended
+        self.on_released: Callable[[EngineClient], None] = lambda client: None
 
     def __iter__(self) -> Iterator[EngineClient]:
         return iter(list(self._clients.values()))
@@ -47,9 +54,37 @@ class EnginePool:
 
     def create(self, model: EngineModel) -> EngineClient:
         settings = replace(model.settings, **self._settings)
-        return EngineClient(
-            model.engine_config.path, settings, self._supervision, self._command, model.name
+        client = EngineClient(
+            model.engine_config.path,
+            settings,
+            self._supervision,
+            self._command,
+            model.name,
+            self.frontends,
         )
+        self.on_create(client)
+        return client
+
+    def check(self, models: Iterable[EngineModel]) -> None:
+        """Raise ValueError if a setting that overrides the repository's cannot be used."""
+        longest = 0
+        for model in models:
+            longest = max(longest, model.engine_config.build.max_seq_len)
+            try:
+                replace(model.settings, **self._settings)
+            except ValueError as error:
+                raise ValueError(f"{model.name}: {error}") from error
+        wanted = self._settings.get("max_sequence_tokens")
+        if longest and wanted is not None and wanted > longest:
+            raise ValueError(
+                f"{flag('max_sequence_tokens')} {wanted} is more than the {longest} tokens that "
+                "the engine was built for"
+            )
+
+    @property
+    def overrides(self) -> Mapping[str, Any]:
+        """The settings that override the repository's."""
+        return self._settings
 
     def spawn(self, model: EngineModel) -> None:
         """Start the process before there is an event loop; `start` waits for it later."""
@@ -105,15 +140,19 @@ class EnginePool:
         self._leaving.add(client)
         client.begin_drain()
         try:
-            await asyncio.wait_for(client.wait_drained(), patience_seconds)
+            async with asyncio.timeout(patience_seconds):
+                await self.wait_drained_elsewhere(client)
+                await client.wait_drained()
         except TimeoutError:
+            outstanding = client.outstanding + self.count_elsewhere(client)
             logger.warning(
-                "%d requests of an unloaded model still run and are given up", client.outstanding
+                "%d requests of an unloaded model still run and are given up", outstanding
             )
         finally:
             await client.stop()
             client.info = None  # its process is gone
             self._leaving.discard(client)
+            self.on_released(client)
 
     def begin_drain(self) -> None:
         for client in self:
@@ -153,33 +192,5 @@ class EnginePool:
                     return task.result()
 
 
-def memory_table(name: str, info: EngineInfo) -> list[str]:
-    """Return the lines of a table that shows how an engine uses the memory of its device."""
-    tokens = info.total_blocks * info.block_tokens
-    longest = info.max_sequence_tokens if info.windowed else min(info.max_sequence_tokens, tokens)
-    typical = min(_TYPICAL_TOKENS, longest)
-    at_once = min(info.max_rows, tokens // typical)
-    rows = [
-        ("weights", info.weight_bytes, f"computed in {info.dtype}"),
-        ("key-value cache", info.cache_bytes, f"{tokens} tokens"),
-    ]
-    if info.compressed_weight_bytes:
-        use = "copies, read by steps of up to 32 tokens"
-        rows.insert(1, ("12-bit weights", info.compressed_weight_bytes, use))
-    if info.step_bytes:
-        rows.append(("a full step", info.step_bytes, "activations"))
-    if info.graph_bytes:
-        rows.append(("captured steps", info.graph_bytes, "decode graphs"))
-    lines = [f"{name} on {info.device}, loaded in {info.load_seconds:.1f} s:"]
-    lines += [f"  {label:<16} {size / 2**20:>10.0f} MiB  {use}" for label, size, use in rows]
-    lines.append(
-        f"  {at_once} requests of {typical} tokens at once; {info.max_rows} of any length, up to "
-        f"{longest} tokens each"
-    )
-    if longest < info.max_sequence_tokens:
-        enough = -(-info.max_sequence_tokens // info.block_tokens) * info.block_tokens
-        lines.append(
-            f"  the model takes sequences of {info.max_sequence_tokens} tokens; "
-            f"max_tokens_in_paged_kv_cache {enough} would hold one"
-        )
-    return lines
+async def _no_others(client: EngineClient) -> None:
+    """Return at once: there is only one front end."""

@@ -18,7 +18,7 @@ from slipstream.engine.messages import (
     StepOutputs,
 )
 from slipstream.engine.request import FinishReason, GenerateRequest
-from slipstream.server.engine_link.link import FromEngine, ToEngine
+from slipstream.server.engine_link.link import FromEngine, ToLoop
 
 STATS_SECONDS = 0.1
 INTEGRITY_SECONDS = 1.0
@@ -42,7 +42,7 @@ class LoopLink(Protocol):
 
     def send(self, message: FromEngine) -> None: ...
     def wait(self, seconds: float | None) -> bool: ...
-    def receive_waiting(self) -> list[ToEngine]: ...
+    def receive_waiting(self) -> list[ToLoop]: ...
 
 
 def serve(loop: Loop, link: LoopLink) -> None:

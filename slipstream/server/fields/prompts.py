@@ -16,11 +16,18 @@ import numpy as np
 
 from slipstream.engine.request import PromptTable
 from slipstream.model.spec import ModelSpec
-from slipstream.server.fields.values import FieldValue, RequestFields, check_prompt_length
+from slipstream.server.fields.values import (
+    FieldValue,
+    RequestFields,
+    check_prompt_length,
+    too_long,
+)
 from slipstream.server.kserve.errors import InferenceError, ServerFault
+from slipstream.server.kserve.long_json import decode_json
 from slipstream.server.kserve.tensors import Array, Tensor
 from slipstream.server.text.chat import BrokenTemplate, ChatError, Message
 from slipstream.server.text.folder import TokenizerError
+from slipstream.server.text.longest_token import LONGEST_TOKEN, TooManyTokens
 from slipstream.server.text.messages import MessageError, template_messages, unknown_fields
 from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
@@ -37,7 +44,9 @@ class ChatGenerator(Protocol):
     @property
     def tokenizer(self) -> Tokenizer: ...
 
-    async def chat_prompt(self, messages: Sequence[Message]) -> list[int]: ...
+    async def chat_prompt(
+        self, messages: Sequence[Message], *, most: int | None = None
+    ) -> list[int]: ...
 
 
 async def conversation_tokens(
@@ -49,13 +58,15 @@ async def conversation_tokens(
         raise InferenceError(
             f"{given.name} must be one text of type BYTES, which holds a JSON list of messages"
         )
-    check_prompt_length(given, max_tokens)
+    check_prompt_length(given, max_tokens, lambda size, most: size > most * LONGEST_TOKEN)
     template = generator.tokenizer.chat_template or ""
     try:
         messages = await in_thread_if_long(
-            len(given.value), _parse_messages, given.name, tensor.text(), template
+            len(given.value), _parse_messages, given.name, tensor.text(), template, max_tokens
         )
-        tokens = await generator.chat_prompt(messages)
+        tokens = await generator.chat_prompt(messages, most=max_tokens)
+    except TooManyTokens as error:
+        raise too_long(error.count, max_tokens) from error
     except MessageError as error:
         raise InferenceError(str(error)) from error
     except (ChatError, TokenizerError) as error:
@@ -67,13 +78,17 @@ async def conversation_tokens(
     return tokens
 
 
-def _parse_messages(name: str, text: str, template: str) -> list[dict[str, Any]]:
+def _parse_messages(name: str, text: str, template: str, max_tokens: int) -> list[dict[str, Any]]:
     try:
-        messages = msgspec.json.decode(text)
+        messages = decode_json(text.encode())
     except (ValueError, RecursionError, msgspec.DecodeError) as error:
         raise MessageError(name, f"{_EXPECTED}; it is not valid JSON: {error}") from error
     if not isinstance(messages, list):
         raise MessageError(name, _EXPECTED)
+    if len(messages) > max_tokens:
+        raise MessageError(
+            name, f"holds {len(messages)} messages, more than the {max_tokens} tokens of a prompt"
+        )
     for number, message in enumerate(messages):
         if not isinstance(message, dict):
             raise MessageError(f"{name}[{number}]", "must be an object with role and content")

@@ -67,12 +67,14 @@ def _read_prompt(
     fields: RequestFields, engine: EngineModel, table: PromptTable | None
 ) -> list[int]:
     given = fields.require("input_ids", "input_ids")
-    ids = given.tensor.values()
+    data = given.tensor.array()
     if "input_lengths" in fields:
-        ids = ids[: fields["input_lengths"].value]
-    if min(ids) < 0:
-        raise InferenceError(f"{given.name} holds the id {min(ids)}, which no vocabulary has")
-    check_tokens(ids, engine.engine_config.build.max_input_len)
+        data = data[: fields["input_lengths"].value]
+    lowest = data.min(initial=0)
+    if lowest < 0:
+        raise InferenceError(f"{given.name} holds the id {lowest}, which no vocabulary has")
+    check_tokens(data, engine.engine_config.build.max_input_len)
+    ids: list[int] = data.tolist()
     vocab_size = engine.engine_config.spec.vocab_size
     if table is None:
         # Load generators send ids of other vocabularies.
@@ -89,10 +91,11 @@ def _read_draft(fields: RequestFields, engine: EngineModel) -> list[int]:
     given = fields.given("draft_input_ids")
     if given is None:
         return []
-    ids = given.tensor.values()
+    count = len(given.tensor.data)
     longest = engine.engine_config.build.max_seq_len
-    if len(ids) > longest:
-        raise InferenceError(f"{given.name} must hold at most {longest} tokens, got {len(ids)}")
+    if count > longest:
+        raise InferenceError(f"{given.name} must hold at most {longest} tokens, got {count}")
+    ids = given.tensor.values()
     vocab_size = engine.engine_config.spec.vocab_size
     if max(ids) >= vocab_size:
         raise InferenceError(
@@ -118,6 +121,9 @@ def read_word_list(
     """Return the words of stop_words_list or bad_words_list, as token ids."""
     if field not in fields:
         return []
+    most = 2 * bound.count * bound.bytes  # the ids of all words, and the ends of the words
+    if (count := len(fields[field].tensor.data)) > most:
+        raise InferenceError(f"{field} must hold at most {most} numbers, got {count}")
     words = unpack_words(fields[field].tensor)
     if len(words) > bound.count:
         raise InferenceError(f"{field} must hold at most {bound.count} words, got {len(words)}")
@@ -136,6 +142,13 @@ def read_word_list(
 
 def read_retention(fields: RequestFields) -> Retention | None:
     """Return the retention priorities of a request's blocks in the KV cache, if it has any."""
+    for name in ("starts", "ends", "priorities", "durations_ms"):
+        given = fields.get(f"{_RANGES}{name}")
+        if given is not None and len(given.tensor.data) > _MAX_RANGES:
+            raise InferenceError(
+                f"{_RANGES}{name} must hold at most {_MAX_RANGES} ranges, "
+                f"got {len(given.tensor.data)}"
+            )
     starts = fields.numbers(f"{_RANGES}starts")
     ends = fields.numbers(f"{_RANGES}ends")
     priorities = fields.numbers(f"{_RANGES}priorities")
@@ -144,10 +157,6 @@ def read_retention(fields: RequestFields) -> Retention | None:
         counts = f"{len(starts)}, {len(ends)}, {len(priorities)} and {len(durations)}"
         names = f"{_RANGES}starts, ends, priorities and durations_ms"
         raise InferenceError(f"{names} must be of one length, got {counts}")
-    if len(starts) > _MAX_RANGES:
-        raise InferenceError(
-            f"{_RANGES}starts must hold at most {_MAX_RANGES} ranges, got {len(starts)}"
-        )
     ranges = []
     for start, end, priority, duration in zip(starts, ends, priorities, durations, strict=True):
         if end != _UNSET and end <= start:

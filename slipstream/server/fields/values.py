@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,6 @@ from slipstream.request_fields.table import ALIASES, BY_PARAMETER, FIELDS
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.kserve.tensors import Tensor
-
-# Most characters that one token stands for. A prompt with more than this per token of the context
-# is rejected without being tokenized.
-LONGEST_TOKEN_CHARACTERS = 256
 
 # The only supported value of the parameter request_type. The others are for disaggregated serving.
 _WHOLE = "context_and_generation"
@@ -45,6 +41,8 @@ UNDECLARED = (
     '{ name: "messages" data_type: TYPE_STRING dims: [ 1 ] optional: true }.'
 )
 _TABLE_FIELDS = ("prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id")
+
+_CHECKED_AT_ONCE = 4096  # numbers
 
 NEVER = -1  # value of end_id: no token ends the text
 
@@ -196,10 +194,13 @@ def _check_numbers(bound: Range, given: FieldValue) -> None:
         and not bound.problem(data.max().item())
     ):
         return  # fast path for tensors as long as the vocabulary
-    for value in given.tensor.values():
-        problem = bound.problem(value)
-        if problem:
-            raise InferenceError(f"{given.name} {problem}, got {value}")
+    for start in range(0, len(data), _CHECKED_AT_ONCE):
+        values = data[start : start + _CHECKED_AT_ONCE]
+        numbers: list[Any] = values.tolist() if isinstance(values, np.ndarray) else values
+        for value in numbers:
+            problem = bound.problem(value)
+            if problem:
+                raise InferenceError(f"{given.name} {problem}, got {value}")
 
 
 def _check_words(bound: Words, given: FieldValue) -> None:
@@ -215,17 +216,24 @@ def _check_words(bound: Words, given: FieldValue) -> None:
         )
 
 
-def check_tokens(prompt: list[int], longest: int) -> None:
+def check_tokens(prompt: Sized, longest: int) -> None:
     if len(prompt) > longest:
-        raise InferenceError(
-            f"Prompt length ({len(prompt)}) exceeds maximum input length ({longest})."
-        )
+        raise too_long(len(prompt), longest)
 
 
-def check_prompt_length(given: FieldValue, max_input_tokens: int) -> None:
-    """Reject, without tokenizing it, a text that has too many tokens with any tokenizer."""
+def too_long(tokens: int, longest: int) -> InferenceError:
+    return InferenceError(f"Prompt length ({tokens}) exceeds maximum input length ({longest}).")
+
+
+def check_prompt_length(
+    given: FieldValue, max_input_tokens: int, surely_exceeds: Callable[[int, int], bool]
+) -> None:
+    """Reject, without tokenizing it, a text that has too many tokens.
+
+    `surely_exceeds`: the method of the tokenizer.
+    """
     size = len(given.value)
-    if size > max_input_tokens * LONGEST_TOKEN_CHARACTERS:
+    if surely_exceeds(size, max_input_tokens):
         text = f"Prompt length (over {max_input_tokens}, {given.name} has {size} bytes)"
         raise InferenceError(f"{text} exceeds maximum input length ({max_input_tokens}).")
 

@@ -9,7 +9,7 @@ from google.protobuf import json_format
 
 from slipstream.server.grpc.infer import version_number
 from slipstream.server.grpc.protocol.messages import method_messages
-from slipstream.server.kserve.context import TraceControl
+from slipstream.server.kserve.context import ServerContext
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
@@ -41,10 +41,11 @@ def _answer(name: str, /, **fields: Any) -> Any:
 class Description:
     """The server and its models."""
 
-    def __init__(self, registry: ModelRegistry, state: ServerState, server_name: str) -> None:
+    def __init__(self, registry: ModelRegistry, state: ServerState, shared: ServerContext) -> None:
         self._registry = registry
         self._state = state
-        self._server_name = server_name
+        self._server_name = shared.server_name
+        self._shared = shared
 
     async def server_live(self, request: Any) -> Any:
         return _answer("ServerLive", live=self._state.live)
@@ -74,6 +75,7 @@ class Description:
         return answer
 
     async def model_statistics(self, request: Any) -> Any:
+        await self._shared.collect_statistics()
         found = model_statistics(self._registry, request.name, version_number(request.version))
         return _answer("ModelStatistics", model_stats=found)
 
@@ -180,9 +182,10 @@ class SharedMemoryCalls:
 class SettingCalls:
     """The settings of logs and traces."""
 
-    def __init__(self, registry: ModelRegistry, traces: TraceControl) -> None:
+    def __init__(self, registry: ModelRegistry, shared: ServerContext) -> None:
         self._registry = registry
-        self._traces = traces
+        self._traces = shared.trace
+        self._shared = shared
 
     async def trace_setting(self, request: Any) -> Any:
         name = request.model_name
@@ -190,6 +193,7 @@ class SettingCalls:
             raise InferenceError(f"Request for unknown model : {name}")
         wanted = {key: _trace_value(key, given.value) for key, given in request.settings.items()}
         found = self._traces.update(wanted, name) if wanted else self._traces.get(name)
+        await self._shared.settle()
         answer = _answer("TraceSetting")
         for key, value in found.items():
             answer.settings[key].value.extend(value if isinstance(value, list) else [value])
@@ -201,7 +205,9 @@ class SettingCalls:
         if "log_format" in wanted:
             check_format(wanted["log_format"])
         answer = _answer("LogSettings")
-        for key, value in (update_log_settings(wanted) if wanted else log_settings()).items():
+        found = update_log_settings(wanted) if wanted else log_settings()
+        await self._shared.settle()
+        for key, value in found.items():
             field = {bool: "bool_param", int: "uint32_param"}.get(type(value), "string_param")
             setattr(answer.settings[key], field, value)
         return answer

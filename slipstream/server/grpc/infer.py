@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from slipstream.server.grpc.errors import STATUS
+from slipstream.server.grpc.errors import BYTES_PER_SIZE, STATUS
 from slipstream.server.grpc.infer_messages import (
     FINAL,
+    NextResponses,
+    encode_long,
     read_call,
     set_parameters,
     wants_empty_final,
+    write_head,
     write_response,
 )
 from slipstream.server.grpc.protocol import messages
@@ -33,6 +36,8 @@ from slipstream.server.kserve.inference import (
     RequestTrace,
     read_version,
 )
+from slipstream.server.kserve.tensors import count_values
+from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.tracing.tracing import Finishing, Headers
 
 logger = logging.getLogger(__name__)
@@ -41,6 +46,8 @@ DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction po
 # Metadata of a client whose stream is to end at its first error, with the status of the error.
 ERRORS_END_STREAM = "triton_grpc_error"
 
+# A response with more values is encoded in a thread.
+_MOST_VALUES = 1 << 18
 _MOST_UNDER_WAY = 1024  # requests of one stream that run at the same time
 
 
@@ -64,11 +71,12 @@ class Inference:
         self._trace = shared.trace
         self._forwarded = shared.grpc_forwarded_headers
 
-    async def model_infer(self, message: Any, call: Call) -> Any:
+    async def model_infer(self, message: Any, call: Call, size: int) -> Any:
+        """Answer a message of `size` bytes. A long one is read in a thread."""
         entry = self._find(message)
         if entry.model.decoupled:
             raise InferenceError(DECOUPLED, Code.UNSUPPORTED)
-        asked = read_call(message, entry.model.config, entry.version, self._memory)
+        asked = await self._read_in_thread_if_long(message, entry, size)
         asked.request.parameters |= self.forwarded(call)
         asked.request.peer = call.peer
         if (trace := self._trace.begin(entry.name, call.metadata)) is None:
@@ -85,7 +93,12 @@ class Inference:
             async for answer in responses:
                 if answer.error is not None:
                     raise answer.error
-        return self.write(Admitted(entry, call), answer)
+        admitted = Admitted(entry, call)
+        if count_values(answer.outputs) <= _MOST_VALUES:
+            return self.write(admitted, answer)
+        return await in_thread_if_long(
+            count_values(answer.outputs), self.encode_long, admitted, answer
+        )
 
     async def model_stream_infer(self, call: StreamCall) -> None:
         """Answer the requests of a stream concurrently. After an error the stream goes on."""
@@ -97,10 +110,13 @@ class Inference:
                 ordered: asyncio.Task[None] | None = None
                 async for data in call:
                     try:
-                        message = messages.ModelInferRequest.FromString(data)
+                        message = await in_thread_if_long(
+                            len(data) // BYTES_PER_SIZE, messages.ModelInferRequest.FromString, data
+                        )
                     except DecodeError:
                         break  # an unreadable message ends the stream, as with Triton
                     answers = _Answers(self, message, stream)
+                    await answers.admit(len(data))
                     # while it waits, gRPC's flow control stops the client
                     await room.acquire()
                     task = answering.create_task(answers.run(after=ordered))
@@ -124,11 +140,37 @@ class Inference:
 
     def admit(self, message: Any, forwarded: dict[str, Parameter], headers: Headers) -> Admitted:
         entry = self._find(message)
-        call = read_call(message, entry.model.config, entry.version, self._memory)
+        return self._admit(entry, self._read(message, entry), forwarded, headers)
+
+    async def admit_sized(
+        self, message: Any, size: int, forwarded: dict[str, Parameter], headers: Headers
+    ) -> Admitted:
+        """Admit a message of `size` bytes. A long one is read in a thread."""
+        entry = self._find(message)
+        call = await self._read_in_thread_if_long(message, entry, size)
+        return self._admit(entry, call, forwarded, headers)
+
+    def _admit(
+        self,
+        entry: ModelVersion,
+        call: InferCall,
+        forwarded: dict[str, Parameter],
+        headers: Headers,
+    ) -> Admitted:
         call.request.parameters |= forwarded
         if (trace := self._trace.begin(entry.name, headers)) is not None:
             begin_grpc(trace, call.request)
         return Admitted(entry, call)
+
+    async def _read_in_thread_if_long(
+        self, message: Any, entry: ModelVersion, size: int
+    ) -> InferCall:
+        return await in_thread_if_long(size // BYTES_PER_SIZE, self._read, message, entry)
+
+    def _read(self, message: Any, entry: ModelVersion) -> InferCall:
+        call = read_call(message, entry.model.config, entry.version, self._memory)
+        self._memory.check_places(output.place for output in call.outputs)
+        return call
 
     def write(self, admitted: Admitted, answer: InferResponse) -> Any:
         entry = admitted.entry
@@ -136,6 +178,18 @@ class Inference:
         return write_response(
             admitted.call, entry.name, version, answer, entry.model.config, self._memory
         )
+
+    def encode_long(
+        self, admitted: Admitted, answer: InferResponse, final: bool | None = None
+    ) -> bytes:
+        """Return a response, encoded. `final`: whether it is the last of a stream."""
+        entry, call = admitted
+        head, data = write_head(
+            call, entry.name, entry.version, answer, entry.model.config, self._memory
+        )
+        if final is not None:
+            set_parameters(head, [(FINAL, final)])
+        return encode_long(head, data, streamed=final is not None)
 
     def _find(self, message: Any) -> ModelVersion:
         if self._state.draining:
@@ -166,22 +220,27 @@ class _Stream:
         self._turn = asyncio.Lock()
 
     async def write(self, response: Any) -> None:
-        async with self._turn:
-            await self._send(messages.ModelStreamInferResponse(infer_response=response))
+        message = messages.ModelStreamInferResponse(infer_response=response)
+        await self.write_encoded(message.SerializeToString())
 
-    async def _send(self, answer: Any) -> None:
+    async def write_encoded(self, message: bytes) -> None:
+        async with self._turn:
+            await self._send(message)
+
+    async def _send(self, message: bytes) -> None:
         if self._ended:
             raise ClientGone
-        await self._call.write(answer.SerializeToString())
+        await self._call.write(message)
 
     async def fail(self, message: str, code: Code, response: Any) -> None:
         async with self._turn:
             if self._errors_end:
                 self._ended = True
                 raise Status(STATUS[code], message)
-            await self._send(
-                messages.ModelStreamInferResponse(error_message=message, infer_response=response)
+            failure = messages.ModelStreamInferResponse(
+                error_message=message, infer_response=response
             )
+            await self._send(failure.SerializeToString())
 
 
 class _Answers:
@@ -191,10 +250,17 @@ class _Answers:
         self._inference = inference
         self._message = message
         self._stream = stream
+        self._next = NextResponses()
         self._refusal: InferenceError | None = None
         self._admitted: Admitted | None = None
+
+    async def admit(self, size: int) -> None:
+        """Read the message of `size` bytes. It must have happened before `run`."""
+        stream = self._stream
         try:
-            self._admitted = inference.admit(message, stream.forwarded, stream.metadata)
+            self._admitted = await self._inference.admit_sized(
+                self._message, size, stream.forwarded, stream.metadata
+            )
             self._admitted.call.request.peer = stream.peer
         except InferenceError as error:
             self._refusal = error
@@ -247,8 +313,22 @@ class _Answers:
             await self._stream.write(end)
 
     async def _send(self, admitted: Admitted, response: InferResponse, final: bool) -> None:
+        if not final and (encoded := self._next.write(response)) is not None:
+            if (trace := admitted.call.request.times.trace) is not None:
+                trace.stamp("GRPC_SEND_START")
+            await self._stream.write_encoded(encoded)
+            return
+        if response.error is None and (count := count_values(response.outputs)) > _MOST_VALUES:
+            encode = self._inference.encode_long
+            encoded = await in_thread_if_long(count, encode, admitted, response, final)
+            if (trace := admitted.call.request.times.trace) is not None:
+                trace.stamp("GRPC_SEND_START")
+            await self._stream.write_encoded(encoded)
+            return
         message = self._inference.write(admitted, response)
         set_parameters(message, [(FINAL, final)])
+        if not final and response.error is None:
+            self._next.remember(admitted.call, response, message)
         if (trace := admitted.call.request.times.trace) is not None:
             trace.stamp("GRPC_SEND_START")
         if response.error is not None:

@@ -7,7 +7,8 @@ kserve/input_checks.py and kserve/tensor_bytes.py decode raw bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ from slipstream.server.kserve.tensors import DTYPES, Array, Tensor
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
 FINAL = "triton_final_response"
+_NUMBERS_AT_ONCE = 16384
+_COPIED_AT_ONCE = 1 << 20  # bytes
 
 # The field of InferTensorContents that carries each datatype.
 _CONTENTS = {
@@ -228,8 +231,14 @@ def _read_contents(tensor: Tensor, given: Any, raw: dict[str, Buffer], config: M
     elif given.datatype == "BYTES":
         tensor.data = list(given.contents.bytes_contents)
     else:
-        numbers = np.array(getattr(given.contents, expected), DTYPES[_FIELD_TYPES[expected]])
-        raw[given.name] = _narrow(numbers, given, config).tobytes()
+        values = getattr(given.contents, expected)
+        numbers = np.empty(len(values), DTYPES[_FIELD_TYPES[expected]])
+        for start in range(0, len(values), _NUMBERS_AT_ONCE):
+            end = start + _NUMBERS_AT_ONCE
+            numbers[start:end] = values[start:end]
+        raw[given.name] = as_buffer(
+            Tensor(given.name, given.datatype, (len(numbers),), _narrow(numbers, given, config))
+        )
 
 
 def _narrow(numbers: Array, given: Any, config: ModelConfig) -> Array:
@@ -252,10 +261,25 @@ def write_response(
     memory: SharedMemory,
 ) -> Any:
     """Return the ModelInferResponse with the outputs that were asked for, all if none was named."""
+    message, data = write_head(call, name, version, response, config, memory)
+    message.raw_output_contents.extend(map(bytes, data))
+    return message
+
+
+def write_head(
+    call: InferCall,
+    name: str,
+    version: str,
+    response: InferResponse,
+    config: ModelConfig,
+    memory: SharedMemory,
+) -> tuple[Any, list[Buffer]]:
+    """Return the ModelInferResponse without the data of its outputs, and their data."""
     message = messages.ModelInferResponse(
         model_name=name, model_version=version, id=call.request.id
     )
     set_parameters(message, response.parameters.items())
+    data: list[Buffer] = []
     for tensor in response.outputs:
         wanted = call.wanted(tensor.name)
         if wanted is None:
@@ -264,10 +288,96 @@ def write_response(
             tensor = classify(tensor, wanted.classes, config)
         output = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         if wanted.place is None:
-            message.raw_output_contents.append(pack(tensor))
+            data.append(as_buffer(tensor))
         else:
             _write_shared(output, tensor, wanted.place, memory)
-    return message
+    return message, data
+
+
+def encode_long(head: Any, data: Sequence[Buffer], streamed: bool) -> bytes:
+    """Return an encoded ModelInferResponse, or the ModelStreamInferResponse with it.
+
+    The data is copied once and in short pieces, so that other threads run in between.
+    """
+    written = io.BytesIO()
+    first = bytes(head.SerializeToString())
+    if streamed:
+        fields = [len(_RAW) + len(_length(len(piece))) + len(piece) for piece in data]
+        written.write(_INFER_RESPONSE + _length(len(first) + sum(fields)))
+    written.write(first)
+    for piece in data:
+        written.write(_RAW + _length(len(piece)))
+        view = memoryview(piece)
+        for start in range(0, len(view), _COPIED_AT_ONCE):
+            written.write(view[start : start + _COPIED_AT_ONCE])
+    return written.getvalue()
+
+
+class NextResponses:
+    """Writes the responses of a stream in which the text alone changes, as most do.
+
+    Everything else is encoded once, when the general way has written a response.
+    """
+
+    def __init__(self) -> None:
+        self._first: Tensor | None = None
+        self._others: Sequence[Tensor] = ()
+        self._parameters: Mapping[str, Parameter] = {}
+        # the encoded ModelInferResponse before and after the data of its first output
+        self._before = b""
+        self._after = b""
+
+    def remember(self, call: InferCall, response: InferResponse, message: Any) -> None:
+        """Take a response that is not the last one, with its message, as the pattern of others."""
+        outputs = response.outputs
+        named = [output.name for output in message.outputs]
+        changed = any(wanted.classes or wanted.place for wanted in call.outputs)
+        if changed or not named or named != [tensor.name for tensor in outputs]:
+            return
+        self._first = outputs[0]
+        self._others = outputs[1:]
+        self._parameters = response.parameters
+        head = messages.ModelInferResponse()
+        head.CopyFrom(message)
+        head.ClearField("raw_output_contents")
+        self._before = head.SerializeToString()
+        self._after = b"".join([_RAW + _sized(pack(tensor)) for tensor in self._others])
+
+    def write(self, response: InferResponse) -> bytes | None:
+        """Return the encoded ModelStreamInferResponse; None where it does not fit the pattern."""
+        outputs = response.outputs
+        first = self._first
+        if (
+            first is None
+            or response.error is not None
+            or outputs[1:] != self._others
+            or outputs[0].shape != first.shape
+            or outputs[0].name != first.name
+            or response.parameters is not self._parameters
+        ):
+            return None
+        body = self._before + _RAW + _sized(pack(outputs[0])) + self._after
+        return _INFER_RESPONSE + _sized(body)
+
+
+# the first bytes of two fields: their numbers, and that their lengths follow
+_RAW = b"\x32"  # raw_output_contents of ModelInferResponse
+_INFER_RESPONSE = b"\x12"  # infer_response of ModelStreamInferResponse
+
+
+def _sized(data: bytes) -> bytes:
+    """Return data with its length before it."""
+    return _length(len(data)) + data
+
+
+def _length(size: int) -> bytes:
+    """Return a length as protobuf writes it: 7 bits in each byte."""
+    length = bytearray()
+    while size > 0x7F:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    length.append(size)
+    return bytes(length)
 
 
 def _write_shared(output: Any, tensor: Tensor, place: SharedPlace, memory: SharedMemory) -> None:

@@ -28,6 +28,7 @@ class GrpcOptions:
     http2_max_pings_without_data: int = 2
     http2_min_recv_ping_interval_without_data_ms: int = 300_000
     http2_max_ping_strikes: int = 2
+    share_port: bool = False  # whether other processes of this server listen at the port, too
     max_connection_age_ms: int = 0  # 0: unlimited
     max_connection_age_grace_ms: int = 0  # 0: unlimited
     server_certificate: Path | None = None  # certificate for TLS, together with its key
@@ -47,7 +48,8 @@ class GrpcOptions:
             ("grpc.max_receive_message_length", self.largest_request_bytes),
             ("grpc.max_send_message_length", UNLIMITED),
             ("grpc.default_compression_algorithm", _COMPRESSION[self.response_compression]),
-            ("grpc.so_reuseport", 0),  # two servers on one port must not look like success
+            # two servers on one port must not look like success
+            ("grpc.so_reuseport", int(self.share_port)),
             ("grpc.keepalive_time_ms", self.keepalive_time_ms),
             ("grpc.keepalive_timeout_ms", self.keepalive_timeout_ms),
             ("grpc.keepalive_permit_without_calls", int(self.keepalive_permit_without_calls)),

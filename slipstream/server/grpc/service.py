@@ -31,6 +31,15 @@ from slipstream.server.tracing.settings import TraceSettings
 Method = Callable[[Any], Awaitable[Any]]
 
 
+def _path(method: str) -> str:
+    return f"/{messages.SERVICE}/{method}"
+
+
+MODEL_INFER = _path("ModelInfer")
+MODEL_STREAM_INFER = _path("ModelStreamInfer")
+SERVER_LIVE = _path("ServerLive")
+
+
 def create_grpc_server(
     registry: ModelRegistry,
     state: ServerState,
@@ -39,13 +48,20 @@ def create_grpc_server(
 ) -> GrpcServer:
     shared = shared or ServerContext(trace=TraceSettings())
     options = options or GrpcOptions()
-    handlers = {
+    handlers = create_handlers(registry, state, shared)
+    return create_server(handlers, options.channel_arguments(), options.transport)
+
+
+def create_handlers(
+    registry: ModelRegistry, state: ServerState, shared: ServerContext
+) -> dict[str, Handler]:
+    """Return the handlers of all calls, by path."""
+    return {
         **_inference_handlers(Inference(registry, state, shared), shared),
         **_control_handlers(registry, state, shared),
         **health_handlers(state, shared.access),
         **reflection_handlers(shared.access),
     }
-    return create_server(handlers, options.channel_arguments(), options.transport)
 
 
 def _inference_handlers(inference: Inference, shared: ServerContext) -> dict[str, Handler]:
@@ -56,8 +72,8 @@ def _inference_handlers(inference: Inference, shared: ServerContext) -> dict[str
         await inference.model_stream_infer(call)
 
     return {
-        _path("ModelInfer"): unary_call(inference.model_infer, request, shared.access, "inference"),
-        _path("ModelStreamInfer"): Streaming(stream_infer),
+        MODEL_INFER: unary_call(inference.model_infer, request, shared.access, "inference"),
+        MODEL_STREAM_INFER: Streaming(stream_infer),
     }
 
 
@@ -71,18 +87,14 @@ def _control_handlers(
     return handlers
 
 
-def _path(method: str) -> str:
-    return f"/{messages.SERVICE}/{method}"
-
-
 def _control_methods(
     registry: ModelRegistry, state: ServerState, shared: ServerContext
 ) -> dict[str, tuple[str, Method]]:
     """Return the calls other than inference, each with the API that access rules name it by."""
-    description = Description(registry, state, shared.server_name)
+    description = Description(registry, state, shared)
     repository = RepositoryCalls(shared.control)
     memory = SharedMemoryCalls(shared.memory)
-    settings = SettingCalls(registry, shared.trace)
+    settings = SettingCalls(registry, shared)
     return {
         "ServerLive": ("health", description.server_live),
         "ServerReady": ("health", description.server_ready),

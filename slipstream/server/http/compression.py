@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable, Iterator
 
+from slipstream.server.http.exchange import Buffer
 from slipstream.server.kserve.errors import Code, InferenceError, PlainTextError
 
 _WINDOW = {"gzip": 31, "deflate": 15}
@@ -31,9 +33,18 @@ def decompress(encoding: str, body: bytes, limit: int) -> bytes:
     return data
 
 
-def compress(encoding: str, body: bytes) -> bytes:
+def compress(encoding: str, pieces: Iterable[Buffer]) -> list[Buffer]:
+    """Return a compressed body in pieces."""
     writer = zlib.compressobj(wbits=_WINDOW[encoding])
-    return writer.compress(body) + writer.flush()
+    return [*map(writer.compress, pieces), writer.flush()]
+
+
+def compress_stream(encoding: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield a compressed body while its pieces come."""
+    writer = zlib.compressobj(wbits=_WINDOW[encoding])
+    for piece in pieces:
+        yield writer.compress(piece)
+    yield writer.flush()
 
 
 def choose_encoding(accepted: str) -> str:

@@ -25,6 +25,9 @@ from slipstream.server.http.exchange import TEXT, Exchange, Handler
 
 logger = logging.getLogger(__name__)
 
+# A read of more bytes probably has not emptied the socket.
+_LONG_READ_BYTES = 128 << 10
+
 _TOO_SLOW = b'{"error":"the request did not arrive in time"}'
 _TOO_SLOW_RESPONSE = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -67,6 +70,19 @@ class ConnectionSet:
 
     connections: set[HttpConnection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _unsent: list[HttpConnection] = field(default_factory=list)  # those with data to send
+
+    def flush_later(self, connection: HttpConnection) -> None:
+        """Flush a connection at the end of the event loop's iteration."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush_all)
+        self._unsent.append(connection)
+
+    def _flush_all(self) -> None:
+        unsent = self._unsent
+        self._unsent = []
+        for connection in unsent:
+            connection.flush()
 
 
 class HttpConnection(asyncio.Protocol):
@@ -152,6 +168,8 @@ class HttpConnection(asyncio.Protocol):
             self.close()
         elif self._arriving:
             self._expect_rest(len(data))
+        if len(data) > _LONG_READ_BYTES:
+            self._read_later()
 
     def pause_writing(self) -> None:
         self.write_paused = True
@@ -382,6 +400,12 @@ class HttpConnection(asyncio.Protocol):
             self._read_paused = False
             self._transport.resume_reading()
 
+    def _read_later(self) -> None:
+        """Read on after the event loop's other work. It would read up to 8 MiB without a pause."""
+        if not self._read_paused and not self._transport.is_closing():
+            self.pause_reading()
+            self._loop.call_soon(self.resume_reading)
+
     async def wait_writable(self) -> None:
         """Wait until the client has read enough of what was written."""
         if self.write_paused and not self.closed:
@@ -391,21 +415,21 @@ class HttpConnection(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         """Send data at the end of the event loop's iteration, joined with other writes."""
         if not self._unsent:
-            self._loop.call_soon(self._flush)
+            self._members.flush_later(self)
         self._unsent.append(data)
         self._unsent_bytes += len(data)
         if self._unsent_bytes > self._limits.joined_bytes:
-            self._flush()  # so that the transport can report that it has too much to send
+            self.flush()  # so that the transport can report that it has too much to send
 
     def write_last(self, data: bytes) -> None:
         """Send the end of a response at once. Nothing that follows could be joined with it."""
         if self._unsent:
             self._unsent.append(data)
-            self._flush()
+            self.flush()
         elif not self._transport.is_closing():
             self._transport.write(data)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         if self._unsent:
             joined = b"".join(self._unsent)
             self._unsent = []
@@ -415,7 +439,7 @@ class HttpConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection after everything that was written."""
-        self._flush()
+        self.flush()
         self._transport.close()
 
 

@@ -14,8 +14,10 @@ from urllib.parse import parse_qsl
 
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.text.threads import in_thread_if_long
 
 Headers = Sequence[tuple[bytes, bytes]]
+Buffer = bytes | memoryview
 
 JSON = b"application/json"
 TEXT = b"text/plain"
@@ -27,6 +29,10 @@ RETRY_AFTER = (b"retry-after", b"1")
 UNREAD_BODY_BYTES = 64 << 10
 # A body that is too large is read, but not kept, up to this many times the limit.
 _DISCARDED_BODY_LIMITS = 4
+
+_PIECE_BYTES = 256 << 10  # bytes of a long response that are written at once
+# Joining the pieces of a body costs less than other work on a request of the same size.
+_BYTES_PER_SIZE = 128
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NOT_IN_HEADER_NAME = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
@@ -80,6 +86,7 @@ class Exchange:
         "_channel",
         "_head",
         "_pieces",
+        "_read_before",
         "_reader",
         "_target",
         "complete",
@@ -113,6 +120,7 @@ class Exchange:
         self._body_bytes = 0
         self._body_limit = sys.maxsize
         self._body_complete = False
+        self._read_before = False
         self._reader: asyncio.Future[None] | None = None
         self.started = False
         self.complete = False
@@ -131,7 +139,17 @@ class Exchange:
         query = self._target.partition(b"?")[2].partition(b"#")[0].decode("latin-1")
         return dict(parse_qsl(query, keep_blank_values=True))
 
+    @property
+    def target(self) -> bytes:
+        """The path and query as the client sent them."""
+        return self._target
+
     # -- the request's body
+
+    @property
+    def body_bytes(self) -> int:
+        """The length of the body: what has arrived, or more where its headers announce more."""
+        return max(self._body_bytes, self._announced_bytes())
 
     def receive_body(self, data: bytes) -> None:
         """Take the next piece of the body from the connection."""
@@ -157,14 +175,15 @@ class Exchange:
     async def read_body(self, limit: int) -> bytes:
         """Return the whole body. Raise InferenceError where it is larger than `limit`.
 
-        A body that is too large is read to its end without being kept: many clients read the
-        response only after they have sent everything. A client that waits for "100 Continue" gets
-        the error at once.
+        It can be read again: a request may turn out to be for another process. A body that is too
+        large is read to its end without being kept: many clients read the response only after they
+        have sent everything. A client that waits for "100 Continue" gets the error at once.
         """
-        if self.header(b"expect").lower() == b"100-continue":
+        if not self._read_before and self.header(b"expect").lower() == b"100-continue":
             if self._announced_bytes() > limit:
                 raise _too_large(self._announced_bytes(), limit)
             self._channel.write(_CONTINUE)
+        self._read_before = True
         self._body_limit = limit
         if self._body_bytes > limit:
             self._pieces.clear()
@@ -175,8 +194,14 @@ class Exchange:
         if self._channel.closed:
             raise ClientGone
         if self._body_bytes > limit:
-            raise _too_large(max(self._body_bytes, self._announced_bytes()), limit)
-        return b"".join(self._pieces)
+            raise _too_large(self.body_bytes, limit)
+        if len(self._pieces) > 1:
+            # the thread releases the interpreter's lock while it copies
+            body = await in_thread_if_long(
+                self._body_bytes // _BYTES_PER_SIZE, b"".join, self._pieces
+            )
+            self._pieces = [body]
+        return self._pieces[0] if self._pieces else b""
 
     def _announced_bytes(self) -> int:
         return int(self.header(b"content-length") or 0)
@@ -187,12 +212,37 @@ class Exchange:
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()
     ) -> None:
         """Send a whole response with its length."""
+        if len(body) > _PIECE_BYTES:
+            await self.respond_in_pieces(status, [body], content_type, headers)
+            return
         if self._channel.write_paused:
             await self._channel.wait_writable()
         if self._channel.closed:
             return
         self._begin(status, content_type, headers, b"content-length: %d\r\n" % len(body))
         self._finish(self._head if self.method == "HEAD" else self._head + body)
+
+    async def respond_in_pieces(
+        self, status: int, pieces: Sequence[Buffer], content_type: bytes, headers: Headers = ()
+    ) -> None:
+        """Send a whole long response with its length, no faster than the client reads.
+
+        The pieces are neither joined nor copied at once.
+        """
+        if self._channel.closed:
+            return
+        length = sum(map(len, pieces))
+        self._begin(status, content_type, headers, b"content-length: %d\r\n" % length)
+        self._channel.write(self._head)
+        for piece in pieces if self.method != "HEAD" else ():
+            view = memoryview(piece)
+            for start in range(0, len(view), _PIECE_BYTES):
+                await self._channel.wait_writable()
+                if self._channel.closed:
+                    return
+                self._channel.write(bytes(view[start : start + _PIECE_BYTES]))
+                await asyncio.sleep(0)  # the writing may never have to wait
+        self._finish(b"")
 
     def start_chunks(self, status: int, content_type: bytes, headers: Headers = ()) -> None:
         """Begin a response in chunks. Its head is sent together with the first chunk."""

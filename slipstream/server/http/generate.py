@@ -10,7 +10,7 @@ Triton's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import lru_cache
 from typing import Any
@@ -20,15 +20,23 @@ from slipstream.server.fields.values import MESSAGES, UNDECLARED
 from slipstream.server.http.exchange import EVENTS, JSON, Exchange
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse, Parameter, ServedModel
-from slipstream.server.kserve.input_checks import check_inputs, request_error
+from slipstream.server.kserve.input_checks import (
+    check_inputs,
+    check_member_count,
+    request_error,
+)
+from slipstream.server.kserve.long_json import LongArray
 from slipstream.server.kserve.tensors import Tensor, count_values, tensor_from_json
 from slipstream.server.kserve.triton_json import (
+    VALUES_AT_ONCE,
     Members,
+    Part,
+    Values,
     parse_json,
     write_error,
+    write_parts,
     write_scalar,
     write_string,
-    write_values,
 )
 from slipstream.server.text.threads import in_thread_if_long
 
@@ -73,6 +81,7 @@ def _convert(
     nested: bool = False,
 ) -> None:
     """Add each key of the document to the request, as an input or as a parameter."""
+    check_member_count(document)
     for name, _ in document:
         value = values[name]
         if name == NESTED_KEY and not nested:
@@ -119,7 +128,11 @@ def _encode_messages(value: Any) -> Any:
         type(value) is list and value and all(isinstance(item, str) for item in value)
     ):
         return value
-    return json.dumps(_to_plain_value(value), ensure_ascii=False)
+    if type(value) is not list:
+        return json.dumps(_to_plain_value(value), ensure_ascii=False)
+    # one by one: json.dumps would hold the interpreter's lock, and so the event loop, to its end
+    messages = [json.dumps(_to_plain_value(message), ensure_ascii=False) for message in value]
+    return f"[{', '.join(messages)}]"
 
 
 def _to_plain_value(value: Any) -> Any:
@@ -128,7 +141,7 @@ def _to_plain_value(value: Any) -> Any:
         return {name: _to_plain_value(item) for name, item in value.first().items()}
     if isinstance(value, list):
         return [_to_plain_value(item) for item in value]
-    return value
+    return value.head() if isinstance(value, LongArray) else value
 
 
 async def answer_once(model: ServedModel, request: InferRequest, exchange: Exchange) -> None:
@@ -149,12 +162,14 @@ async def answer_once(model: ServedModel, request: InferRequest, exchange: Excha
     finally:
         await responses.aclose()
     failed = first is not None and first.error is not None
-    if first is None or more:
-        body = write_error(EXACTLY_ONE)
-    else:  # logits may be millions of numbers
-        body = await in_thread_if_long(count_values(first.outputs), write_response, request, first)
     exchange.start_chunks(400 if failed else 200, JSON)
-    await exchange.end_chunks(body)
+    if first is None or more:
+        await exchange.end_chunks(write_error(EXACTLY_ONE))
+    elif count_values(first.outputs) <= VALUES_AT_ONCE:
+        await exchange.end_chunks(write_response(request, first))
+    else:  # logits may be millions of numbers
+        await send_pieces(exchange, write_parts(response_parts(request, first)))
+        await exchange.end_chunks()
 
 
 async def answer_stream(model: ServedModel, request: InferRequest, exchange: Exchange) -> None:
@@ -167,10 +182,12 @@ async def answer_stream(model: ServedModel, request: InferRequest, exchange: Exc
                 if not started:
                     exchange.start_chunks(200 if response.error is None else 400, EVENTS)
                     started = True
-                body = await in_thread_if_long(
-                    count_values(response.outputs), events.write, response
-                )
-                await exchange.send_chunk(body)
+                body = events.write_next(response)
+                if body is None and count_values(response.outputs) > VALUES_AT_ONCE:
+                    parts = response_parts(request, response)
+                    await send_pieces(exchange, write_parts([b"data: ", *parts, b"\n\n"]))
+                else:
+                    await exchange.send_chunk(body or events.write(response))
         except InferenceError as error:
             if not started:
                 raise
@@ -180,15 +197,30 @@ async def answer_stream(model: ServedModel, request: InferRequest, exchange: Exc
     await exchange.end_chunks()
 
 
+async def send_pieces(exchange: Exchange, pieces: Iterator[bytes]) -> None:
+    """Send a long document as chunks, no faster than the client reads. A thread writes each."""
+    while (piece := await in_thread_if_long(VALUES_AT_ONCE, next, pieces, None)) is not None:
+        await exchange.send_chunk(piece)
+
+
 def write_response(request: InferRequest, response: InferResponse) -> bytes:
     """Return a response as one flat JSON object with sorted keys."""
+    return b"".join(write_parts(response_parts(request, response)))
+
+
+def response_parts(request: InferRequest, response: InferResponse) -> list[Part]:
+    """Return the same object in parts, whose tensors are not written yet."""
     if response.error is not None:
-        return write_error(response.error.message)
+        return [write_error(response.error.message)]
     fixed = _fixed_members(request, response.parameters)
     names = [tensor.name for tensor in response.outputs] + [name for name, _ in fixed]
-    values = [write_tensor(tensor) for tensor in response.outputs] + [value for _, value in fixed]
-    members = [key + values[position] for position, key in _layout(tuple(names))]
-    return b"{" + b",".join(members) + b"}"
+    values = [_tensor_parts(tensor) for tensor in response.outputs] + [
+        [value] for _, value in fixed
+    ]
+    parts: list[Part] = []
+    for position, key in _layout(tuple(names)):
+        parts += [b"," + key if parts else b"{" + key, *values[position]]
+    return [*parts, b"}"]
 
 
 class EventWriter:
@@ -202,8 +234,25 @@ class EventWriter:
         self._parameters: Mapping[str, Parameter] | None = None
         self._pieces: list[bytes] = []  # constant text and, in between, places for the values
         self._slots: list[tuple[int, int]] = []  # (index of the piece, index of the output)
-        # the data that each output had in the last event: placeholders share theirs
-        self._written: list[object] = []
+        self._others: Sequence[Tensor] = ()  # the last event's outputs after the first
+        self._first_slot: int | None = None  # index of the piece for the first output's value
+
+    def write_next(self, response: InferResponse) -> bytes | None:
+        """Return an event whose first output alone differs from the last event's: a new text.
+
+        None where more has changed: `write` writes it.
+        """
+        outputs = response.outputs
+        if (
+            self._first_slot is None
+            or response.error is not None
+            or outputs[1:] != self._others
+            or outputs[0].name != self._names[0]
+            or response.parameters is not self._parameters
+        ):
+            return None
+        self._pieces[self._first_slot] = write_tensor(outputs[0])
+        return b"".join(self._pieces)
 
     def write(self, response: InferResponse) -> bytes:
         if response.error is not None:
@@ -214,14 +263,10 @@ class EventWriter:
             parameters is not self._parameters and parameters != self._parameters
         ):
             self._write_constant_pieces(names, parameters)
-        pieces = self._pieces
-        written = self._written
+        self._others = response.outputs[1:]
         for piece, output in self._slots:
-            tensor = response.outputs[output]
-            if tensor.data is not written[output]:
-                written[output] = tensor.data
-                pieces[piece] = write_tensor(tensor)
-        return b"".join(pieces)
+            self._pieces[piece] = write_tensor(response.outputs[output])
+        return b"".join(self._pieces)
 
     def _write_constant_pieces(self, names: list[str], parameters: Mapping[str, Parameter]) -> None:
         fixed = _fixed_members(self._request, parameters)
@@ -229,13 +274,15 @@ class EventWriter:
         self._parameters = parameters
         self._pieces = []
         self._slots = []
-        self._written = [None] * len(names)
+        self._first_slot = None
         text = b"data: {"
         layout = _layout((*names, *(name for name, _ in fixed)))
         for position, key in layout:
             text += key
             if position < len(names):
                 self._slots.append((len(self._pieces) + 1, position))
+                if position == 0:
+                    self._first_slot = len(self._pieces) + 1
                 self._pieces += (text, b"")
                 text = b""
             else:
@@ -271,6 +318,10 @@ def _layout(names: tuple[str, ...]) -> tuple[tuple[int, bytes], ...]:
 
 def write_tensor(tensor: Tensor) -> bytes:
     """Return a tensor as JSON: one element as a scalar, several as a flat array."""
+    return b"".join(write_parts(_tensor_parts(tensor)))
+
+
+def _tensor_parts(tensor: Tensor) -> list[Part]:
     if len(tensor.data) == 1:
-        return write_scalar(tensor.first)
-    return b"[" + write_values(tensor.data) + b"]"
+        return [write_scalar(tensor.first)]
+    return [b"[", Values(tensor.data), b"]"]

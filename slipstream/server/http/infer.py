@@ -6,12 +6,19 @@ A response is a JSON header, then the outputs in binary.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from slipstream.repository.config import ModelConfig
-from slipstream.server.http.compression import choose_encoding, compress, decompress
+from slipstream.server.http.compression import (
+    choose_encoding,
+    compress,
+    compress_stream,
+    decompress,
+)
 from slipstream.server.http.exchange import JSON, OCTETS, TEXT, Exchange, Headers
+from slipstream.server.http.generate import send_pieces
 from slipstream.server.http.infer_request import read_infer_call
 from slipstream.server.kserve.call import InferCall, WantedOutput
 from slipstream.server.kserve.classification import classify
@@ -19,24 +26,29 @@ from slipstream.server.kserve.errors import Code, InferenceError, PlainTextError
 from slipstream.server.kserve.inference import InferResponse, ModelVersion, Parameter
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.kserve.tensor_bytes import Buffer, as_buffer
-from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.kserve.tensors import Tensor, count_values
 from slipstream.server.kserve.triton_json import (
+    Part,
+    Values,
     leading_integer,
     write_error,
     write_object,
+    write_parts,
     write_scalar,
-    write_values,
 )
 from slipstream.server.text.threads import in_thread_if_long
 
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 NO_RESPONSE = "the model ended without an answer"
+_MOST_JSON_VALUES = 65536  # with more of them a JSON response is sent in chunks
+_LONG_BYTES = 1 << 20  # a longer response is not copied as a whole
 HEADER_LENGTH = b"inference-header-content-length"
 
 
 class InferBody(NamedTuple):
-    header: bytes
+    header: list[Part]  # JSON, whose values are not written yet
     tensors: list[Buffer]  # the outputs in binary, none if all are in the header
+    json_values: int  # number of values in the header
 
 
 def check_coupled(entry: ModelVersion) -> None:
@@ -92,14 +104,17 @@ async def answer_infer(
         await exchange.respond(error.status, write_error(error.message), TEXT)
         return
     written = await in_thread_if_long(
-        _count_json_values(call, response),
+        count_values(response.outputs),
         write_infer_response,
         call,
         response,
         entry.model.config,
         memory,
     )
-    await _send(written, exchange)
+    if written.json_values > _MOST_JSON_VALUES and not written.tensors:
+        await _send_json(written, exchange)
+    else:
+        await _send(written, exchange)
 
 
 async def _only_response(entry: ModelVersion, call: InferCall) -> InferResponse:
@@ -115,26 +130,41 @@ async def _only_response(entry: ModelVersion, call: InferCall) -> InferResponse:
 
 
 async def _send(written: InferBody, exchange: Exchange) -> None:
-    body = b"".join([written.header, *written.tensors])
+    header = await in_thread_if_long(written.json_values, _join, written.header)
+    pieces = [header, *written.tensors]
+    size = sum(map(len, pieces))
     headers: Headers = ()
     if written.tensors:
-        headers = [(b"inference-header-content-length", b"%d" % len(written.header))]
-    accepted = exchange.header(b"accept-encoding").decode("latin-1")
-    encoding = choose_encoding(accepted) if accepted else ""
-    if encoding:
-        body = await in_thread_if_long(len(body), compress, encoding, body)
+        headers = [(b"inference-header-content-length", b"%d" % len(header))]
+    if encoding := _choose_encoding(exchange):
+        pieces = await in_thread_if_long(size, compress, encoding, pieces)
         headers = [*headers, (b"content-encoding", encoding.encode())]
-    await exchange.respond(200, body, OCTETS if written.tensors else JSON, headers)
+    content_type = OCTETS if written.tensors else JSON
+    if size > _LONG_BYTES:
+        await exchange.respond_in_pieces(200, pieces, content_type, headers)
+    else:
+        await exchange.respond(200, b"".join(pieces), content_type, headers)
 
 
-def _count_json_values(call: InferCall, response: InferResponse) -> int:
-    """Return the number of values to write as JSON."""
-    count = 0
-    for tensor in response.outputs:
-        wanted = call.wanted(tensor.name)
-        if wanted is not None and not wanted.binary and wanted.place is None:
-            count += len(tensor.data)
-    return count
+async def _send_json(written: InferBody, exchange: Exchange) -> None:
+    """Send a long JSON document in chunks: its length is not known before it is written."""
+    pieces = write_parts(written.header)
+    headers: Headers = ()
+    if encoding := _choose_encoding(exchange):
+        pieces = compress_stream(encoding, pieces)
+        headers = [(b"content-encoding", encoding.encode())]
+    exchange.start_chunks(200, JSON, headers)
+    await send_pieces(exchange, pieces)
+    await exchange.end_chunks()
+
+
+def _choose_encoding(exchange: Exchange) -> str:
+    accepted = exchange.header(b"accept-encoding").decode("latin-1")
+    return choose_encoding(accepted) if accepted else ""
+
+
+def _join(parts: Sequence[Part]) -> bytes:
+    return b"".join(write_parts(parts))
 
 
 def write_infer_response(
@@ -145,8 +175,9 @@ def write_infer_response(
     fixed += _model_members(request.model_name, request.model_version)
     if response.parameters:
         fixed += b',"parameters":' + write_object(response.parameters.items())
-    outputs: list[bytes] = []
+    header: list[Part] = [fixed + b',"outputs":[']
     pieces: list[Buffer] = []
+    json_values = 0
     for tensor in response.outputs:
         wanted = call.wanted(tensor.name)
         if wanted is None:
@@ -154,11 +185,11 @@ def write_infer_response(
         if wanted.classes:
             tensor = classify(tensor, wanted.classes, config)
         description, piece = _write_output(tensor, wanted, memory)
-        outputs.append(description)
+        header += [b",", *description] if len(header) > 1 else description
         if piece:
             pieces.append(piece)
-    header = fixed + b',"outputs":[' + b",".join(outputs) + b"]}"
-    return InferBody(header, pieces)
+        json_values += sum(len(part.data) for part in description if isinstance(part, Values))
+    return InferBody([*header, b"]}"], pieces, json_values)
 
 
 @lru_cache(maxsize=256)
@@ -174,19 +205,19 @@ def _description(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
 
 def _write_output(
     tensor: Tensor, wanted: WantedOutput, memory: SharedMemory
-) -> tuple[bytes, Buffer]:
+) -> tuple[list[Part], Buffer]:
     """Return the output's JSON and its bytes after the header, which may be none."""
     description = _description(tensor.name, tensor.datatype, tuple(tensor.shape))
     if wanted.place is not None:
         place = wanted.place
         memory.write(place.region, place.offset, place.byte_size, as_buffer(tensor), tensor.name)
-        return description + b"}", b""
+        return [description + b"}"], b""
     if wanted.binary:
         raw = as_buffer(tensor)
-        return description + b',"parameters":{"binary_data_size":%d}}' % len(raw), raw
+        return [description + b',"parameters":{"binary_data_size":%d}}' % len(raw)], raw
     if tensor.datatype in ("FP16", "BF16"):
         raise InferenceError(
             f"sending {tensor.datatype} data via JSON is not supported. "
             f"Please use the binary data format for output {tensor.name}"
         )
-    return description + b',"data":[' + write_values(tensor.data) + b"]}", b""
+    return [description + b',"data":[', Values(tensor.data), b"]}"], b""

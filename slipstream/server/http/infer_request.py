@@ -11,11 +11,13 @@ from slipstream.server.kserve.call import InferCall, SharedPlace, WantedOutput
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import InferRequest, Parameter
 from slipstream.server.kserve.input_checks import (
+    check_member_count,
     check_request,
     decode,
     request_error,
     tensor_without_data,
 )
+from slipstream.server.kserve.long_json import LongArray
 from slipstream.server.kserve.shared_memory import SharedMemory
 from slipstream.server.kserve.tensor_bytes import DATATYPES, SIZES, Buffer
 from slipstream.server.kserve.tensors import (
@@ -105,6 +107,7 @@ def _read_parameters(call: InferCall, parameters: Any) -> None:
         raise InferenceError(
             "failed to get request params.: attempt to get members for non-object", Code.INTERNAL
         )
+    check_member_count(parameters)
     values = parameters.first()  # a repeated name has its first value each time
     for name, _ in parameters:
         _read_parameter(call, name, values[name])
@@ -176,7 +179,7 @@ def _read_json_values(tensor: Tensor, value: Any) -> Array | list[bytes]:
     count = prod(tensor.shape) if tensor.shape else 0
     if not count and tensor.datatype in DATATYPES:  # Triton does not look at the data
         return values_to_data(tensor.datatype, [])
-    if type(value) is not list:
+    if type(value) is not list and not isinstance(value, LongArray):
         raise unreadable("attempt to access JSON non-array as array")
     values = read_values(tensor.name, tensor.datatype, value)
     # for BYTES, the check of the model's inputs reports it
@@ -256,6 +259,8 @@ def _string(given: Object, name: str) -> str:
 
 def _array(given: Object, name: str) -> list[Any]:
     value = given.get(name)
+    if isinstance(value, LongArray):
+        return value.head()
     if type(value) is not list:
         raise _wrong_member(given, name, "attempt to access JSON non-array as array")
     return value

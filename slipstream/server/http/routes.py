@@ -31,7 +31,12 @@ from slipstream.server.http.infer import (
 )
 from slipstream.server.http.pages import PAGES, openapi_document, read_page
 from slipstream.server.kserve.context import ServerContext
-from slipstream.server.kserve.errors import InferenceError, PlainTextError, Unavailable
+from slipstream.server.kserve.errors import (
+    InferenceError,
+    NeedsPrimary,
+    PlainTextError,
+    Unavailable,
+)
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry, ModelVersion, RequestTrace
 from slipstream.server.kserve.server_metadata import EXTENSIONS, TRITON_VERSION
@@ -193,6 +198,8 @@ class HttpRoutes:
             await exchange.respond(error.status, write_error(error.message), content_type, headers)
         except ClientGone:
             return
+        except NeedsPrimary:
+            raise
         except Exception:
             if exchange.started:
                 # close the connection, so that the client sees that the response is truncated
@@ -247,6 +254,7 @@ class HttpRoutes:
     async def _statistics(self, exchange: Exchange, parameters: Parameters) -> None:
         """Statistics of the model in the path, or of all models."""
         model = parameters.get("model", "")
+        await self._context.collect_statistics()
         found = model_statistics(self._registry, model, parameters.get("version", ""))
         await exchange.respond(200, write_value({"model_stats": found}))
 
@@ -264,7 +272,9 @@ class HttpRoutes:
     ) -> None:
         body = await exchange.read_body(self._context.http_max_input_bytes)
         call = admin.AdminCall(exchange.method, parameters, body, self._context, self._registry)
-        await exchange.respond(200, await work(call))
+        response = await work(call)
+        await self._context.settle()
+        await exchange.respond(200, response)
 
     # -- inference
 
@@ -286,6 +296,7 @@ class HttpRoutes:
             with exchange.cancel_on_disconnect():
                 call = await read_call(exchange, body, entry, memory, limit)
                 call.request.times.trace = trace
+                memory.check_places(output.place for output in call.outputs)
                 if (forwarded := self._context.http_forwarded_headers) is not None:
                     call.request.parameters.update(forwarded_headers(exchange, forwarded))
                 await answer_infer(entry, call, memory, exchange)

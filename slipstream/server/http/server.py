@@ -26,16 +26,21 @@ class HttpServer:
         """Accept connections from this socket."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
-            lambda: HttpConnection(self._handler, self._members, self._limits),
-            sock=listening,
-            backlog=_BACKLOG,
+            self._create_connection, sock=listening, backlog=_BACKLOG
         )
+
+    async def adopt(self, connection: socket.socket) -> None:
+        """Serve a connection that another process has accepted or made."""
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(self._create_connection, connection)
+
+    def _create_connection(self) -> HttpConnection:
+        return HttpConnection(self._handler, self._members, self._limits)
 
     async def close(self, seconds: float) -> None:
         """Stop listening, and give the responses that are being sent this long to end."""
-        if self._listener is None:
-            return
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         for connection in list(self._members.connections):
             connection.shut_down()
         try:

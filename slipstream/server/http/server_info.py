@@ -43,6 +43,7 @@ class ServerInfo:
 
     async def _answer_metrics(self, exchange: Exchange, parameters: Parameters) -> None:
         assert self._metrics is not None
+        await self._metrics.collect()
         await exchange.respond(200, self._metrics.render().encode(), _METRICS_TYPE)
 
     def _describe(self) -> dict[str, Any]:
@@ -62,7 +63,10 @@ def serve_metrics(metrics: ServerMetrics) -> Handler:
         if exchange.method != "GET":
             await exchange.respond(405, b'{"error":"Method Not Allowed"}', TEXT)
             return
-        body = metrics.render().encode() if exchange.path == METRICS else b""
+        body = b""
+        if exchange.path == METRICS:
+            await metrics.collect()
+            body = metrics.render().encode()
         await exchange.respond(200, body, _METRICS_TYPE)
 
     return answer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,6 +30,10 @@ class TraceControl(Protocol):
     def update(self, requested: Mapping[str, Any], model: str = "") -> Mapping[str, Any]: ...
 
 
+async def _do_nothing() -> None:
+    """Return at once: there is only one front end."""
+
+
 @dataclass(kw_only=True)
 class ServerContext:
     trace: TraceControl
@@ -42,3 +46,7 @@ class ServerContext:
     # headers whose names match become parameters of an inference request
     http_forwarded_headers: re.Pattern[str] | None = None
     grpc_forwarded_headers: re.Pattern[str] | None = None
+    # wait for the other front ends of the server: until their statistics have arrived, and until
+    # they follow the settings and models of this one
+    collect_statistics: Callable[[], Awaitable[None]] = _do_nothing
+    settle: Callable[[], Awaitable[None]] = _do_nothing

@@ -62,5 +62,12 @@ def error_type(error: BaseException) -> str:
     return type(error).__name__
 
 
+class NeedsPrimary(Exception):
+    """Only the primary front end has what this request needs: a secondary one forwards it.
+
+    Raised before the request is counted and before its response begins.
+    """
+
+
 class QueueFull(Unavailable):
     """The model's queue has reached its configured limit."""

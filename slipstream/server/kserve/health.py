@@ -16,6 +16,8 @@ class ServerState:
         self._engines = engines
         self.models_ready = models_ready  # whether every model that should be loaded serves
         self.draining = False
+        # the requests that other front ends have in flight
+        self.outstanding_elsewhere: Callable[[], int] = lambda: 0
 
     @property
     def live(self) -> bool:
@@ -34,4 +36,5 @@ class ServerState:
     @property
     def outstanding(self) -> int:
         """The number of requests in flight in all engines."""
-        return sum(engine.outstanding for engine in self._engines)
+        own = sum(engine.outstanding for engine in self._engines)
+        return own + self.outstanding_elsewhere()

@@ -135,7 +135,9 @@ class RequestTimes:
     def execute(self) -> None:
         """Note that the request no longer waits in the queue."""
         if self._on_execute is not None:
-            self._on_execute()
+            on_execute = self._on_execute
+            self._on_execute = None  # once is enough
+            on_execute()
 
     def add_tokens(self, prompt_tokens: int, count: int, timing: Timing | None = None) -> None:
         """Record that `count` new tokens have arrived."""
@@ -239,6 +241,10 @@ class ServedModel(ABC):
     def unwrapped(self) -> ServedModel:
         """The model itself, without what is wrapped around it."""
         return self
+
+    def check_served_here(self, request: InferRequest) -> None:
+        """Raise NeedsPrimary where only the primary front end can answer this request."""
+        return
 
     def fillers(self, request: InferRequest) -> Mapping[str, Any]:
         """Return the values that fill the outputs of a batch to one length, by output name."""

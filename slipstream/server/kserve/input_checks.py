@@ -5,7 +5,7 @@ Raw bytes are decoded last: a request with a wrong input name, type or shape is 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sized
 from math import prod
 from typing import NamedTuple
 
@@ -28,6 +28,8 @@ _BATCH_NOTE = (
     "docs for more info on max_batch_size."
 )
 
+MOST_MEMBERS = 4096  # inputs and parameters of a request
+
 # Lengths, ids and counts that were unsigned in the repositories and clients of 2023.
 _FORMERLY_UNSIGNED = frozenset(
     {
@@ -46,6 +48,14 @@ _FORMERLY_UNSIGNED = frozenset(
         "lora_task_id",
     }
 )
+
+
+def check_member_count(members: Sized) -> None:
+    """Refuse a request with more parameters than any model has, before they are read."""
+    if len(members) > MOST_MEMBERS:
+        raise InferenceError(
+            f"a request has at most {MOST_MEMBERS} inputs and parameters, got {len(members)}"
+        )
 
 
 def request_error(request: InferRequest, text: str) -> InferenceError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,12 @@ class SharedMemory:
             )
         start = region.offset + offset
         region.memory[start : start + len(data)] = data
+
+    def check_places(self, places: Iterable[object]) -> None:
+        """Look at the places of a request's outputs before it runs; None: no place.
+
+        A secondary front end has no regions and forwards such a request.
+        """
 
     def close(self) -> None:
         self.unregister()

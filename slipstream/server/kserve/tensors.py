@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from slipstream.repository.config import TensorConfig
 from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.long_json import LongArray, Piece
 
 Array = npt.NDArray[Any]
 
@@ -122,7 +123,11 @@ def single(number: float) -> float:
 
 def tensor_from_json(config: TensorConfig, batched: bool, value: Any) -> Tensor:
     """Return the tensor of one key of a `generate` request. Its shape follows from `config`."""
-    count = len(value) if _is_array(value) else 1
+    count = 1
+    if _is_array(value):
+        count = len(value)
+    elif isinstance(value, LongArray):
+        count = value.count
     data = read_values(config.name, config.datatype, value)
     shape = _shape(config, batched, count)
     # for BYTES, the check of the model's inputs reports it
@@ -136,6 +141,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _flat(value: Any) -> list[Any]:
+    """Return the values of nested arrays. None of them is long."""
     if type(value) is not list:
         return [value]
     if list not in map(type, value):
@@ -179,13 +185,49 @@ def read_values(name: str, datatype: str, value: Any) -> Array | list[bytes]:
             f"receiving {datatype} data via JSON is not supported. "
             f"Please use the binary data format for input {name}"
         )
-    values = _flat(value)
     if datatype == "BYTES":
-        return _read_strings(values)
+        return _read_strings([item for piece in _pieces(value) for item in piece])
     dtype = DTYPES.get(datatype)
     if dtype is None:
         raise InferenceError(f"invalid datatype for input {name}")
-    return _READERS[dtype.kind](values, dtype)
+    if not _holds_long(value):
+        return _READERS[dtype.kind](_flat(value), dtype)
+    # in pieces, so that other threads run in between
+    return np.concatenate([_read_piece(piece, dtype) for piece in _pieces(value)])
+
+
+def _holds_long(value: Any) -> bool:
+    """Return whether a value is a long array, or an array with one."""
+    if type(value) is not list:
+        return isinstance(value, LongArray)
+    return any(map(_holds_long, value))
+
+
+def _pieces(value: Any) -> Iterator[Piece]:
+    """Yield the values of nested arrays. What was read is released."""
+    if isinstance(value, LongArray):
+        parts = value.pieces
+        while parts:
+            part = parts.pop(0)
+            if isinstance(part, np.ndarray):
+                yield part
+            else:
+                yield from _pieces(part)
+    elif _holds_long(value):
+        for item in value:
+            yield from _pieces(item)
+    else:
+        yield _flat(value)
+
+
+def _read_piece(piece: Piece, dtype: np.dtype[Any]) -> Array:
+    if not isinstance(piece, np.ndarray):
+        return _READERS[dtype.kind](piece, dtype)
+    if dtype.kind == "f":
+        return piece.astype(np.float64).astype(dtype)
+    if dtype.kind == "b" or (dtype.kind == "u" and piece.min() < 0):
+        return _READERS[dtype.kind](piece[piece.argmin() :][:1].tolist(), dtype)
+    return piece.astype(dtype)
 
 
 def _read_strings(values: list[Any]) -> list[bytes]:

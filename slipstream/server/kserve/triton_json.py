@@ -14,15 +14,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.long_json import LONG_JSON, PieceReader, has_unicode_escape
 
-_AT_ONCE = 65536
+_AT_ONCE = 65536  # bytes of a string
+VALUES_AT_ONCE = 16384  # values that are written as one piece
+_GROUP = 1024  # values that are tried without a look at each of them
 _SPECIAL = re.compile(rb'["\\\x00-\x1f]')
 _SHORT = {
     b'"': b'\\"',
@@ -67,7 +70,12 @@ class Members(list[tuple[str, Any]]):
 
 
 def parse_json(body: bytes) -> Any:
-    """Return Members, list, str, int, float, bool or None. InferenceError names the place."""
+    """Return Members, list, LongArray, str, int, float, bool or None.
+
+    InferenceError names the place of an error.
+    """
+    if len(body) > LONG_JSON:
+        return _parse_long_json(body)
     try:
         text = body.decode("utf-8").strip(" \t\n\r")
         value, end = _DECODER.raw_decode(text)
@@ -77,6 +85,18 @@ def parse_json(body: bytes) -> Any:
         return ExactReader(body).parse_document()
     nested = body.count(b"[") + body.count(b"{") > MAX_DEPTH and not _is_shallow(value)
     if nested or (b"\\u" in body and not _is_encodable(value)):
+        return ExactReader(body).parse_document()
+    return value
+
+
+def _parse_long_json(body: bytes) -> Any:
+    """Parse a long body in pieces. Long arrays of numbers become LongArray."""
+    try:
+        reader = PieceReader(body.decode("utf-8"), _DECODER, Members, MAX_DEPTH, True)
+        value = reader.read()
+    except (ValueError, RecursionError):
+        return ExactReader(body).parse_document()
+    if has_unicode_escape(body) and not _is_encodable(value):
         return ExactReader(body).parse_document()
     return value
 
@@ -232,10 +252,12 @@ class ExactReader:
         self.position += 1
         pieces = []
         while True:
-            match = _PLAIN.match(self.body, self.position)
+            match = _PLAIN.match(self.body, self.position, self.position + _AT_ONCE)
             assert match is not None
             pieces.append(match.group())
             self.position = match.end()
+            if len(pieces[-1]) == _AT_ONCE:
+                continue
             if self.accept('"'):
                 return b"".join(pieces).decode("utf-8", "surrogateescape")
             if self.peek == 0:
@@ -368,16 +390,47 @@ def write_scalar(value: Any) -> bytes:
     return b"null" if value is None else b"%d" % value
 
 
-def write_values(values: npt.NDArray[Any] | Sequence[Any]) -> bytes:
-    """Return the values with commas between them.
+class Values(NamedTuple):
+    """Values of a tensor in a document that is not written yet."""
 
-    Many are written piece by piece, so that not all of them are Python objects at once.
-    """
-    if len(values) <= _AT_ONCE:
-        scalars = values.tolist() if isinstance(values, np.ndarray) else values
-        return b",".join([write_scalar(value) for value in scalars])
-    pieces = (values[start : start + _AT_ONCE] for start in range(0, len(values), _AT_ONCE))
-    return b",".join([write_values(piece) for piece in pieces])
+    data: npt.NDArray[Any] | Sequence[Any]
+
+
+Part = bytes | Values  # of a document
+
+
+def write_parts(parts: Iterable[Part]) -> Iterator[bytes]:
+    """Yield a document in pieces, so that neither it nor its values are in memory at once."""
+    for part in parts:
+        if isinstance(part, Values):
+            yield from _write_values(part.data)
+        else:
+            yield part
+
+
+def _write_values(values: npt.NDArray[Any] | Sequence[Any]) -> Iterator[bytes]:
+    """Yield the values with commas between them."""
+    for start in range(0, len(values), VALUES_AT_ONCE):
+        end = min(start + VALUES_AT_ONCE, len(values))
+        groups = [
+            _write_group(values[first : min(first + _GROUP, end)])
+            for first in range(start, end, _GROUP)
+        ]
+        yield (b"," if start else b"") + b",".join(groups)
+
+
+def _write_group(values: npt.NDArray[Any] | Sequence[Any]) -> bytes:
+    scalars = values.tolist() if isinstance(values, np.ndarray) else values
+    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+        text = ",".join(map(repr, scalars))
+        if "e" not in text and "n" not in text:  # no exponent, no NaN, no infinity
+            return text.encode()
+    return b",".join([write_scalar(value) for value in scalars])
+
+
+def write_values(values: npt.NDArray[Any] | Sequence[Any]) -> bytes:
+    """Return the values with commas between them."""
+    return b"".join(_write_values(values))
 
 
 def write_value(value: Any) -> bytes:

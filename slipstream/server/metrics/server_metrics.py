@@ -6,12 +6,13 @@ engines, and the machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from slipstream.server.engine_link.engine import Engine
 from slipstream.server.metrics.engine_metrics import engine_families
+from slipstream.server.metrics.increments import Increments, add_increments, take_increments
 from slipstream.server.metrics.iteration_log import log_iteration
 from slipstream.server.metrics.machine import Machine
 from slipstream.server.metrics.optional_metrics import (
@@ -141,6 +142,11 @@ class ServerMetrics:
         self._v1_batching_models: set[str] = set()  # models that ask for TensorRT-LLM's V1 batching
         self._machine = machine or Machine()
         self._sources: list[Callable[[], Iterable[Family]]] = []
+        # front end → model and version → requests that the model has not begun to answer
+        self._pending: dict[int, dict[tuple[str, str], int]] = {}
+        self._pending_taken: dict[tuple[str, str], int] = {}  # what `take_increments` reported
+        # waits until the increments of all other front ends are added
+        self.collect: Callable[[], Awaitable[None]] = _no_others
 
     def model(self, name: str, version: str = "1") -> ModelCounters:
         if (name, version) not in self._models:
@@ -177,10 +183,38 @@ class ServerMetrics:
         """
         for key in [key for key in self._models if key[0] == name]:
             counters = self._models.pop(key)
+            for pending in self._pending.values():
+                pending.pop(key, None)
             engine = self._models.find_latest(self._engine_of.pop(key, ""))
             engine.counters.tokens.absorb(counters.tokens)
         self._engines = {key: found for key, found in self._engines.items() if key[0] != name}
         self._v1_batching_models.discard(name)
+
+    def take_increments(self) -> list[Increments]:
+        """Return what all models have counted since the last call, and set it to zero."""
+        former = self._pending_taken
+        self._pending_taken = {key: found.pending for key, found in self._models.items()}
+        return [
+            take_increments(counters, *key)
+            for key, counters in self._models.items()
+            if _has_counted(counters) or counters.pending != former.get(key, 0)
+        ]
+
+    def add_increments(self, frontend: int, increments: Sequence[Increments]) -> None:
+        """Add what another front end has counted. Counts of models that were unloaded are lost."""
+        known = self._pending.setdefault(frontend, {})
+        for more in increments:
+            key = more.name, more.version
+            if (counters := self._models.get(key)) is not None:
+                add_increments(counters, more)
+                counters.pending += more.pending - known.get(key, 0)
+                known[key] = more.pending
+
+    def drop_frontend(self, frontend: int) -> None:
+        """Remove the pending requests of a front end that has ended."""
+        for key, pending in self._pending.pop(frontend, {}).items():
+            if key in self._models:
+                self._models[key].pending -= pending
 
     def watch_span_export(self, counters: SpanCounters) -> None:
         self.add_source(lambda: _span_families(counters))
@@ -274,6 +308,17 @@ class ServerMetrics:
         if samples:
             text = "Always 1. The engine model that a model generates with"
             yield Family("slipstream_model_info", "gauge", text, samples)
+
+
+async def _no_others() -> None:
+    """Return at once: there is only one front end."""
+
+
+def _has_counted(counters: ModelCounters) -> bool:
+    """Return whether a model has answered a request or a part of it."""
+    latencies = vars(counters.tokens).values()
+    answered = counters.success.count + counters.fail.count
+    return bool(answered) or any(histogram.count for histogram in latencies)
 
 
 def _span_families(counters: SpanCounters) -> Iterator[Family]:

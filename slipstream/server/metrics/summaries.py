@@ -8,12 +8,22 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
+from dataclasses import dataclass
 from math import ceil
 from random import Random
 
 DEFAULT_QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 WINDOW_SECONDS = 60.0
 MAX_OBSERVATIONS = 4096  # per summary; above it, a random observation makes room for a new one
+
+
+@dataclass(frozen=True)
+class SummaryIncrement:
+    """What a summary has observed since the last time."""
+
+    count: int
+    sum: int
+    recent: list[int]  # observations of the last minute, without those that made room
 
 
 class Summary:
@@ -40,6 +50,21 @@ class Summary:
         if not values:
             return [float("nan")] * len(wanted)
         return [float(values[max(0, ceil(quantile * len(values)) - 1)]) for quantile in wanted]
+
+    def take(self) -> SummaryIncrement:
+        """Return what was observed since the last call, and forget it."""
+        taken = SummaryIncrement(self.count, self.sum, [value for _, value in self._recent])
+        self.count = 0
+        self.sum = 0
+        self._recent.clear()
+        return taken
+
+    def add(self, increment: SummaryIncrement) -> None:
+        """Add what another process has observed just now."""
+        for value in increment.recent:
+            self.observe(value)
+        self.count += increment.count - len(increment.recent)
+        self.sum += increment.sum - sum(increment.recent)
 
     def _drop_old(self) -> None:
         oldest = time.monotonic() - WINDOW_SECONDS

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from slipstream.repository.models import Repository, RepositoryModel
+from slipstream.repository.models import EngineModel, Repository, RepositoryModel, TextPipeline
 from slipstream.repository.roles import Role, is_gpt_repository
+from slipstream.server.engine_link.engine import Engine
 from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import ModelRegistry, ServedModel
@@ -15,7 +19,10 @@ from slipstream.server.models.generating import ServedEngine
 from slipstream.server.models.step_models import PostprocessingModel, PreprocessingModel
 from slipstream.server.models.text_model import TextModel
 from slipstream.server.models.token_model import FixedBatchModel, TokenModel
+from slipstream.server.text.chat import ChatOptions
+from slipstream.server.text.folder import read_tokenizer_folder
 from slipstream.server.text.pipeline import TextGenerator
+from slipstream.server.text.tokenizer import Tokenizer
 
 
 def build_registry(
@@ -39,47 +46,77 @@ def build_registry(
             if others is not None and model.name in others:
                 registry.add(model.name, version, others[model.name](model, version))
             else:
-                registry.add(
-                    model.name,
-                    version,
-                    served_model(repository, model, engines.__getitem__, registry),
-                )
+                recipe = write_recipe(repository, model)
+                served = served_model(recipe, engines.__getitem__, registry)
+                registry.add(model.name, version, served)
     return registry
 
 
-def served_model(
-    repository: Repository,
-    model: RepositoryModel,
-    find_engine: Callable[[str], ServedEngine],
-    registry: ModelRegistry,
-) -> ServedModel:
-    """Return a model by its role. An ensemble finds its steps in the registry at each request."""
+@dataclass(frozen=True)
+class Recipe:
+    """How a model of a known role is built, as plain data that another process can use, too."""
+
+    model: RepositoryModel
+    kind: Literal["graph", "text", "before", "after", "tokens", "blocks"]
+    engine: str = ""  # name of its engine model
+    pipeline: TextPipeline | None = None  # of a text model
+    placeholders: bool = True  # whether outputs not requested are sent; of a model of tokens
+
+
+def write_recipe(repository: Repository, model: RepositoryModel) -> Recipe:
+    """Return how to build a model, by its role."""
     if model.name in repository.graphs:
-        return EnsembleModel(model.config, registry.find)
+        return Recipe(model, "graph")
     if model.name in repository.pipelines:
         pipeline = repository.pipelines[model.name]
-        draft = find_engine(pipeline.draft_engine) if pipeline.draft_engine else None
-        return TextModel(model, pipeline, find_engine(pipeline.engine), draft)
+        return Recipe(model, "text", pipeline.engine, pipeline)
     name = engine_name(repository, model)
-    engine = find_engine(name)
     if model.role is Role.PREPROCESSING:
-        return PreprocessingModel(model, engine)
+        return Recipe(model, "before", name)
     if model.role is Role.POSTPROCESSING:
-        return PostprocessingModel(model, engine)
+        return Recipe(model, "after", name)
     if is_gpt_repository(model.config):
-        return FixedBatchModel(model, engine, placeholders=False)
+        return Recipe(model, "blocks", name, placeholders=False)
     pipelines = [one for one in repository.pipelines.values() if one.engine == name]
-    return TokenModel(model, engine, all(pipeline.placeholders for pipeline in pipelines))
+    placeholders = all(pipeline.placeholders for pipeline in pipelines)
+    return Recipe(model, "tokens", name, placeholders=placeholders)
 
 
-def engine_names(repository: Repository, model: RepositoryModel) -> list[str]:
+def served_model(
+    recipe: Recipe, find_engine: Callable[[str], ServedEngine], registry: ModelRegistry
+) -> ServedModel:
+    """Return a model. An ensemble finds its steps in the registry at each request."""
+    if recipe.kind == "graph":
+        return EnsembleModel(recipe.model.config, registry.find)
+    engine = find_engine(recipe.engine)
+    if recipe.pipeline is not None:
+        draft = recipe.pipeline.draft_engine
+        return TextModel(
+            recipe.model, recipe.pipeline, engine, find_engine(draft) if draft else None
+        )
+    if recipe.kind == "before":
+        return PreprocessingModel(recipe.model, engine)
+    if recipe.kind == "after":
+        return PostprocessingModel(recipe.model, engine)
+    if recipe.kind == "blocks":
+        return FixedBatchModel(recipe.model, engine, recipe.placeholders)
+    return TokenModel(recipe.model, engine, recipe.placeholders)
+
+
+async def load_engine(
+    model: EngineModel, client: Engine, chat: ChatOptions, adapters: AdapterRegistry
+) -> ServedEngine:
+    """Return an engine with its tokenizer, which is read in a thread: its file may be large."""
+    tokenizer = await asyncio.to_thread(Tokenizer.load, model.tokenizer_folder)
+    if chat.template_folder is not None:
+        tokenizer.chat_templates = read_tokenizer_folder(chat.template_folder).chat_templates
+    return ServedEngine(model, TextGenerator(tokenizer, client), adapters, chat)
+
+
+def engine_names(recipe: Recipe) -> list[str]:
     """Return the names of the engines that a model uses."""
-    if model.name in repository.graphs:
-        return []
-    pipeline = repository.pipelines.get(model.name)
-    if pipeline is None:
-        return [engine_name(repository, model)]
-    return [pipeline.engine, *([pipeline.draft_engine] if pipeline.draft_engine else [])]
+    draft = recipe.pipeline.draft_engine if recipe.pipeline is not None else ""
+    return [name for name in (recipe.engine, draft) if name]
 
 
 def engine_name(repository: Repository, model: RepositoryModel) -> str:

@@ -87,6 +87,8 @@ class ServedEngine:
     generator: TextGenerator
     adapters: AdapterRegistry
     chat: ChatOptions = DEFAULT_CHAT
+    # returns the requests that other front ends have in flight at this engine
+    outstanding_elsewhere: Callable[[], int] = lambda: 0
 
     async def choose_adapter(self, fields: RequestFields) -> AdapterUse | None:
         if any(field in fields for field in ADAPTER_FIELDS):
@@ -108,7 +110,7 @@ def check_queue(request: InferRequest, count: int, engine: ServedEngine) -> None
     info = engine.generator.client.info
     if not most or info is None:
         return
-    outstanding = engine.generator.client.outstanding
+    outstanding = engine.generator.client.outstanding + engine.outstanding_elsewhere()
     waiting = max(0, outstanding - info.max_rows)
     if waiting + count > most and outstanding + count > info.max_rows:
         raise QueueFull(f"[request id: {request.id or '<id_unknown>'}] {QUEUE_FULL}")
@@ -267,6 +269,8 @@ class GeneratingModel(EngineBackedModel):
         super().__init__(config, engine)
         self.output_names = output_names
         self._16_bit_outputs = declared_16_bit_outputs(config)
+        # the outputs of a response beside its text or ids, where the request wants no values there
+        self._constant_outputs: list[Tensor] | None = None
 
     @property
     def ready(self) -> bool:
@@ -310,10 +314,11 @@ class GeneratingModel(EngineBackedModel):
                         begun = check_output(output, begun, text_request)
                         times.add_tokens(output.prompt_tokens, len(output.tokens), output.timing)
                         completion = call.completions[output.sequence]
-                        completion.add(output)
                         if call.outputs is None:
-                            yield InferResponse(text_output=output, final=call.finished)
-                        elif call.is_sent(output):
+                            yield self._pass_on(call, completion, output)
+                            continue
+                        completion.add(output)
+                        if call.is_sent(output):
                             answered = True
                             if call.outputs.wants_logits:
                                 yield await self._write_logits(call, [completion], output)
@@ -331,6 +336,15 @@ class GeneratingModel(EngineBackedModel):
                 error = InferenceError(str(error))
             yield InferResponse(error=self.explain(error, request), final=self.marks_end)
 
+    def _pass_on(
+        self, call: GenerateCall, completion: Completion, output: TextOutput
+    ) -> InferResponse:
+        """Return a response without tensors. Its reader merges the outputs."""
+        completion.drop_end(output)
+        completion.finish_reason = output.finish_reason
+        final = bool(output.finish_reason) and call.finished
+        return InferResponse(text_output=output, final=final)
+
     async def _write_logits(
         self, call: GenerateCall, completions: list[Completion], output: TextOutput | None = None
     ) -> InferResponse:
@@ -344,21 +358,46 @@ class GeneratingModel(EngineBackedModel):
     ) -> InferResponse:
         """Return a response with a new output, or with the whole completions."""
         assert call.outputs is not None
+        if output is not None and len(call.completions) == 1 and not call.outputs.has_values:
+            tensors = self._write_plain(call, call.outputs, output)
+        else:
+            tensors = self._write_tensors(call, call.outputs, completions, output)
+        ended = output is None or (bool(output.finish_reason) and call.finished)
+        return InferResponse(tensors, self.response_parameters, final=self.marks_end and ended)
+
+    def _write_plain(
+        self, call: GenerateCall, wanted: OutputRequest, output: TextOutput
+    ) -> list[Tensor]:
+        """Return a new output of a request that wants text or ids only: most of all tokens."""
+        completion = call.completions[0]
+        tensors = rename_and_filter(call.writer.write_new(completion, output), self.output_names)
+        if self._constant_outputs is None:
+            placeholders = rename_and_filter(side_outputs(wanted, Completion()), self.output_names)
+            self._constant_outputs = convert_to_16_bit(placeholders, self._16_bit_outputs)
+        tensors += self._constant_outputs
+        return tensors
+
+    def _write_tensors(
+        self,
+        call: GenerateCall,
+        wanted: OutputRequest,
+        completions: list[Completion],
+        output: TextOutput | None,
+    ) -> list[Tensor]:
         sequences = []
         for completion in completions:
             if output is None:
                 tensors = call.writer.write_whole(completion)
             else:
                 tensors = call.writer.write_new(completion, output)
-            sequences.append([*tensors, *side_outputs(call.outputs, completion)])
+            sequences.append([*tensors, *side_outputs(wanted, completion)])
         tensors = stack_sequences(sequences)
         if output is not None and len(call.completions) > 1:
             tensors.append(sequence_index(output.sequence))
-        tensors = rename_and_filter(tensors, self.output_names, call.outputs.by_name)
+        tensors = rename_and_filter(tensors, self.output_names, wanted.by_name)
         if self._16_bit_outputs:
             tensors = convert_to_16_bit(tensors, self._16_bit_outputs)
-        final = self.marks_end and (output is None or call.finished)
-        return InferResponse(tensors, self.response_parameters, final=final)
+        return tensors
 
 
 _SUCCESS = ("", "stop", "length")  # finish reasons of requests that run or have succeeded

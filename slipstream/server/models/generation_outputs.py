@@ -85,6 +85,13 @@ class OutputRequest:
     def wants_logits(self) -> bool:
         return self.sampling.context_logits or self.sampling.generation_logits
 
+    @cached_property
+    def has_values(self) -> bool:
+        """Whether responses have anything beside the text or ids, other than placeholders."""
+        sampling = self.sampling
+        scored = sampling.log_probs or sampling.top_log_probs > 0
+        return scored or self.wants_logits or bool(self.optional)
+
     def complete_sampling(self, sampling: SamplingParams) -> SamplingParams:
         """Return the parameters with which the engine computes these outputs."""
         return replace(
@@ -128,16 +135,20 @@ class Completion(TextOutput):
 
     def add(self, output: TextOutput) -> TextOutput:
         """Merge an output, without the token that ended the text. Return the output."""
+        self.drop_end(output)
+        self.merge(output)
+        self.text += output.text
+        self.prompt_tokens = output.prompt_tokens
+        return output
+
+    def drop_end(self, output: TextOutput) -> None:
+        """Remove the token that ended the text from an output."""
         if output.finish_reason == "stop" and output.tokens and output.tokens[-1] in self.end_ids:
             output.tokens = output.tokens[:-1]
             if output.log_probs is not None:
                 output.log_probs = output.log_probs[: len(output.tokens)]
         if output.top_log_probs is not None:
             output.top_log_probs = output.top_log_probs[: len(output.tokens)]
-        self.merge(output)
-        self.text += output.text
-        self.prompt_tokens = output.prompt_tokens
-        return output
 
     def split_beams(self) -> list[Completion]:
         """Return a completion for each beam of a search, or this one."""

@@ -21,10 +21,11 @@ from slipstream.server.fields.values import (
 )
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest, InferResponse, ServedModel
-from slipstream.server.kserve.tensors import Tensor
+from slipstream.server.kserve.tensors import Array, Tensor
 from slipstream.server.models.generating import EngineBackedModel, ServedEngine
 from slipstream.server.models.generation_outputs import rename_and_filter
 from slipstream.server.text.folder import TokenizerError
+from slipstream.server.text.threads import in_thread_if_long
 
 PASSED_THROUGH = {
     "CUM_LOG_PROBS": (1, 1),
@@ -32,6 +33,9 @@ PASSED_THROUGH = {
     "CONTEXT_LOGITS": (1, 1, 1),
     "GENERATION_LOGITS": (1, 1, 1, 1),
 }
+
+
+_MOST_ROWS = 4096  # rows of token ids that are decoded at once
 
 
 class PreprocessingModel(EngineBackedModel):
@@ -73,10 +77,11 @@ class PreprocessingModel(EngineBackedModel):
         longest = self.engine.model.engine_config.build.max_input_len
         if MESSAGES in fields:
             return await conversation_tokens(fields[MESSAGES], self.engine.generator, longest)
-        check_prompt_length(fields["text_input"], longest)
-        return self.engine.generator.tokenizer.encode(
-            fields["text_input"].tensor.text(), self.engine.model.add_special_tokens
-        )
+        tokenizer = self.engine.generator.tokenizer
+        check_prompt_length(fields["text_input"], longest, tokenizer.surely_exceeds)
+        text = fields["text_input"].tensor.text()
+        special = self.engine.model.add_special_tokens
+        return await in_thread_if_long(len(text), tokenizer.encode, text, special)
 
     def _outputs(self, fields: RequestFields, ids: list[int]) -> list[Tensor]:
         tokenizer = self.engine.generator.tokenizer
@@ -135,30 +140,38 @@ class PostprocessingModel(ServedModel):
         try:
             rows = self._rows(request)
             request.times.end_input()
-            texts = [self._decode(row) for row in rows]
+            texts = await in_thread_if_long(sum(map(len, rows)), self._decode_rows, rows)
             request.times.end_infer()
             yield InferResponse(rename_and_filter(_text_outputs(request, texts), self._names))
         except (InferenceError, TokenizerError) as error:
             yield InferResponse(error=InferenceError(str(error)))
 
-    def _decode(self, row: list[int]) -> bytes:
+    def _decode_rows(self, rows: list[Array]) -> list[bytes]:
         skip = self.engine.model.skip_special_tokens
-        return self.engine.generator.tokenizer.decode(row, skip).encode()
+        decode = self.engine.generator.tokenizer.decode
+        return [decode(row.tolist(), skip).encode() for row in rows]
 
-    def _rows(self, request: InferRequest) -> list[list[int]]:
+    def _rows(self, request: InferRequest) -> list[Array]:
         """The ids of each beam of each batch item, without padding."""
         tokens = request.inputs.get("TOKENS_BATCH")
         if tokens is None:
             raise InferenceError("TOKENS_BATCH is required")
         width = tokens.shape[-1]
-        ids = tokens.values()
+        ids = tokens.array()
         count = len(ids) // width if width else 0
+        longest = self.engine.model.engine_config.build.max_seq_len
+        if width > longest:
+            raise InferenceError(
+                f"TOKENS_BATCH has rows of {width} tokens, and this model takes at most {longest}"
+            )
+        if count > _MOST_ROWS:
+            raise InferenceError(f"TOKENS_BATCH has {count} rows, at most {_MOST_ROWS} are taken")
         rows = [ids[row * width : (row + 1) * width] for row in range(count)]
         given = request.inputs.get("SEQUENCE_LENGTH")
         if given is None:
             return rows
-        lengths = given.values()
-        if len(lengths) != count or any(not 0 <= length <= width for length in lengths):
+        lengths = given.array()[: count + 8].tolist()
+        if len(given.data) != count or any(not 0 <= length <= width for length in lengths):
             raise InferenceError(
                 f"SEQUENCE_LENGTH must hold {count} numbers from 0 to {width}, got {lengths[:8]}"
             )

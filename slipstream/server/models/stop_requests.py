@@ -44,11 +44,22 @@ class StopRequests:
             if others:
                 self._running[key] = others
 
+    def finds(self, request: InferRequest) -> bool:
+        """Return whether there are requests with the same id, or of the same connection."""
+        return _key(request) in self._running
+
     def stop(self, request: InferRequest) -> None:
         """Stop the requests with the same id. An unknown id is no error."""
         key = _key(request)
         if key is None or not (request.id or key in self._running):
             raise InferenceError(NO_ID)
+        self._stop(key)
+
+    def stop_id(self, request_id: str) -> None:
+        """Stop the requests with this id."""
+        self._stop((request_id, ""))
+
+    def _stop(self, key: tuple[str, str]) -> None:
         for running in self._running.get(key, ()):
             for in_flight in running:
                 in_flight.cancel("stop")

@@ -23,6 +23,7 @@ from slipstream.server.fields.values import (
     refuse_prompt_table,
     sampling_params,
     sequence_count,
+    too_long,
 )
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import (
@@ -41,6 +42,7 @@ from slipstream.server.models.generating import (
     read_scheduling,
 )
 from slipstream.server.models.generation_outputs import Completion, read_output_request
+from slipstream.server.text.longest_token import TooManyTokens
 from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
@@ -213,14 +215,18 @@ class TextModel(GeneratingModel):
         if MESSAGES in fields:
             prompt = await conversation_tokens(fields[MESSAGES], generator, longest)
         else:
-            check_prompt_length(fields["text_input"], longest)
+            surely_exceeds = generator.tokenizer.surely_exceeds
+            check_prompt_length(fields["text_input"], longest, surely_exceeds)
             prompt = self._text_or_beginning(fields["text_input"].tensor.text())
         if info is not None and longest >= info.max_sequence_tokens - 1:
             return prompt  # the generator checks the context, which is the tighter bound
         if isinstance(prompt, str):
             add_special = self.engine.model.add_special_tokens
             encode = generator.tokenizer.encode
-            prompt = await in_thread_if_long(len(prompt), encode, prompt, add_special)
+            try:
+                prompt = await in_thread_if_long(len(prompt), encode, prompt, add_special, longest)
+            except TooManyTokens as error:
+                raise too_long(error.count, longest) from error
         check_tokens(prompt, longest)
         return prompt
 

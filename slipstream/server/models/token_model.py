@@ -32,7 +32,7 @@ class TokenModel(GeneratingModel):
         super().__init__(model.config, engine, engine_outputs(model.config))
         self._placeholders = placeholders
         self._fields = engine_fields(model.config)
-        self._stops = StopRequests()
+        self.stops = StopRequests()
 
     @property
     def decoupled(self) -> bool:
@@ -41,11 +41,20 @@ class TokenModel(GeneratingModel):
     def track(
         self, request: InferRequest
     ) -> AbstractContextManager[Callable[[InFlight], None] | None]:
-        return self._stops.listing(request)
+        return self.stops.listing(request)
+
+    @property
+    def input_fields(self) -> Mapping[str, str]:
+        """The request field of each input."""
+        return self._fields
+
+    def is_stop_request(self, request: InferRequest) -> bool:
+        """Return whether the request stops others."""
+        return is_stop_request(request, self._fields)
 
     async def read(self, request: InferRequest) -> GenerateCall | InferResponse:
-        if is_stop_request(request, self._fields):
-            self._stops.stop(request)
+        if self.is_stop_request(request):
+            self.stops.stop(request)
             return InferResponse(final=True)
         check_batch(request, self.config)
         fields = read_request_fields(request, self._fields)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from slipstream.engine.constraints.constraints import LONG_GUIDE
 from slipstream.engine.constraints.guided import GuideError, check_guide
 from slipstream.engine.sampling_params import Guide
 from slipstream.request_fields.field import LARGEST_INT
@@ -19,6 +19,7 @@ from slipstream.server.openai.answers.parts import (
     CallStart,
     Part,
     PartReader,
+    PlainReader,
     Reasoning,
     ToolCall,
     WholeMessage,
@@ -41,6 +42,7 @@ from slipstream.server.openai.sampling import (
     sampling_params,
 )
 from slipstream.server.openai.tools.request import read_tools
+from slipstream.server.text.guides import check_guide_in_thread, run_with_bound
 from slipstream.server.text.messages import unknown_fields
 from slipstream.server.text.threads import in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
@@ -71,7 +73,7 @@ class PreparedChat:
 async def chat_call(body: bytes, registry: ModelRegistry) -> Call:
     fields, ignored = await in_thread_if_long(len(body), read_fields, body, ChatFields)
     prepared = await prepare_chat(fields, len(body), await find_model(registry, fields.model))
-    ignored += unknown_fields(fields.messages)
+    ignored += await in_thread_if_long(len(body), unknown_fields, fields.messages)
     choice_writer = ChatChoiceWriter(
         prepared.model.tokenizer,
         prepared.log_probs,
@@ -99,9 +101,11 @@ async def prepare_chat(fields: ChatFields, body_bytes: int, model: OpenAIModel) 
     top_log_probs = read_top_log_probs("top_logprobs", fields.top_logprobs)
     if top_log_probs and not log_probs:
         raise field_error("top_logprobs", "needs logprobs to be true")
-    response_field, response_guide = read_guide(fields)
+    response_field, response_guide = await in_thread_if_long(body_bytes, read_guide, fields)
     options = model.text.engine.chat
-    tools = read_tools(fields, model.tokenizer, options.tool_call_parser)
+    tools = await in_thread_if_long(
+        body_bytes, read_tools, fields, model.tokenizer, options.tool_call_parser
+    )
     sampling = sampling_params(
         fields, model.vocab_size, _max_tokens(fields), log_probs, top_log_probs
     )
@@ -111,32 +115,39 @@ async def prepare_chat(fields: ChatFields, body_bytes: int, model: OpenAIModel) 
         tools, model.tokenizer, tokens, response_guide is not None, options.reasoning_parser
     )
     guided_by = response_field if tools.rules is None else "tools"
-    guide = await _answer_guide(answers, response_guide, response_field, fields)
+    guide = await _answer_guide(answers, response_guide, response_field, fields, body_bytes)
+    if guide is not None:
+        sampling = replace(sampling, guide=guide)
     text = build_text_request(
         fields,
         tokens,
-        replace(sampling, guide=guide),
+        sampling,
         stop_words,
         read_n(fields),
         model,
         model.adapter(),
     )
-    text = replace(text, shown_special_ids=answers.shown_ids)
+    if answers.shown_ids:
+        text = replace(text, shown_special_ids=answers.shown_ids)
     return PreparedChat(
         model, text, answers.new_reader, guided_by, log_probs, answers.count_reasoning
     )
 
 
 async def _answer_guide(
-    answers: AnswerFormat, response: Guide | None, response_field: str, fields: ChatFields
+    answers: AnswerFormat,
+    response: Guide | None,
+    response_field: str,
+    fields: ChatFields,
+    body_bytes: int,
 ) -> Guide | None:
     """Return the grammar of the answers. Tools are checked here, where the field is known."""
     try:
-        guide = answers.guide(response)
+        guide = await in_thread_if_long(body_bytes, answers.guide, response)
         if answers.rules is not None and guide is not None:
-            await asyncio.to_thread(check_guide, guide)
+            await check_guide_in_thread(guide)
     except GuideError as error:
-        await asyncio.to_thread(_check_parts, response, response_field, fields)
+        await run_with_bound(LONG_GUIDE + 1, _check_parts, response, response_field, fields)
         raise ApiError(f"tools: {error}", "tools") from error
     return guide
 
@@ -215,6 +226,11 @@ class ChatChoiceWriter:
             scores = None
         if scores is not None:  # scores of tokens whose text is held back
             yield _chunk(index, {"content": ""}, scores)
+
+    def text_piece(self, index: int, text: str) -> Document | None:
+        if self.log_probs or self.new_reader is not PlainReader:
+            return None
+        return _chunk(index, {"content": text})
 
     def ending(self, index: int, choice: Completion) -> Document:
         return _chunk(index, {}, reason=self._reason(index, choice))

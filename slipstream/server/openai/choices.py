@@ -23,6 +23,7 @@ from slipstream.version import VERSION
 
 DONE = b"data: [DONE]\n\n"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{0,64}")
+_MARK = "\0"  # stands for the text of a piece
 FINGERPRINT = f"slipstream-{VERSION}"
 
 
@@ -36,6 +37,10 @@ class ChoiceWriter(Protocol):
     def whole(self, index: int, choice: Completion) -> Document: ...
     def opening(self, index: int, output: TextOutput) -> Document | None: ...
     def pieces(self, index: int, output: TextOutput) -> Iterator[Document]: ...
+    def text_piece(self, index: int, text: str) -> Document | None:
+        """Return the piece of a text; None if pieces depend on more than their own text."""
+        ...
+
     def ending(self, index: int, choice: Completion) -> Document: ...
 
 
@@ -106,6 +111,8 @@ class ChoicesWriter:
         chunk_head = self._head | {"object": choice_writer.chunk_object}
         self._begin = b"data: " + msgspec.json.encode(chunk_head)[:-1] + b',"choices":['
         self._end = (b'],"usage":null}' if include_usage else b"]}") + b"\n\n"
+        # for each opened choice, what comes before and after the text in its events; None: unknown
+        self._around_text: dict[int, tuple[bytes, bytes] | None] = {}
 
     @staticmethod
     def create(
@@ -144,13 +151,26 @@ class ChoicesWriter:
         return {} if self._report.in_choices else self._report.prompt_members(0, returned[0])
 
     def events(self, answers: CallAnswers, index: int, output: TextOutput) -> bytes:
+        around = self._around_text.get(index)
+        if around is not None and not output.finish_reason:
+            text = output.text
+            return around[0] + msgspec.json.encode(text) + around[1] if text else b""
         if self._report is not None or self._usage_so_far:
             return self._extended_events(answers, index, output)
+        if index not in self._opened:
+            self._around_text[index] = self._find_around_text(index)
         events = [
             self._begin + msgspec.json.encode(choice) + self._end
             for choice in self._choices(answers, index, output)
         ]
         return b"".join(events)
+
+    def _find_around_text(self, index: int) -> tuple[bytes, bytes] | None:
+        piece = self._choice_writer.text_piece(index, _MARK)
+        if piece is None:
+            return None
+        before, _, after = msgspec.json.encode(piece).partition(msgspec.json.encode(_MARK))
+        return self._begin + before, after + self._end
 
     def _extended_events(self, answers: CallAnswers, index: int, output: TextOutput) -> bytes:
         """Return events with the usage so far, or with the tokens of the report."""

@@ -42,7 +42,10 @@ async def completion_call(body: bytes, registry: ModelRegistry) -> Call:
     answers = read_n(fields, len(prompts))
     generated = _read_best_of(fields, answers, len(prompts))
     max_tokens = _read_max_tokens(fields)
-    guided_by, sampling = _sampling(fields, model, max_tokens, best_of=generated > answers)
+    best_of = generated > answers
+    guided_by, sampling = await in_thread_if_long(
+        len(body), _sampling, fields, model, max_tokens, best_of
+    )
     texts = await _text_requests(fields, model, prompts, sampling, generated)
     choice_writer = CompletionChoiceWriter(
         _token_format(fields, model),
@@ -195,6 +198,9 @@ class CompletionChoiceWriter:
         scores = self._scores(index, output)
         if output.text or (scores is not None and scores["tokens"]):
             yield _choice(index, output.text, scores)
+
+    def text_piece(self, index: int, text: str) -> Document | None:
+        return _choice(index, text) if self.log_probs is None else None
 
     def ending(self, index: int, choice: Completion) -> Document:
         return _choice(index, "", reason=finish_reason(choice.finish_reason))

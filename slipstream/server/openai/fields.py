@@ -15,12 +15,14 @@ import msgspec
 
 from slipstream.request_fields.field import PYTHON_TYPES
 from slipstream.request_fields.table import COPIED
+from slipstream.server.kserve.long_json import TooManyElements, decode_json
 from slipstream.server.openai.errors import ApiError, field_error
 
 _PLACE = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<place>[^`]*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _NOT_IN_A_HEADER = re.compile(r"[^A-Za-z0-9_.\-\[\]]")
 _MAX_LISTED = 32
+_MOST_CONVERTED = 4096  # messages that are checked and copied at once
 _MAX_PROBLEM = 300  # characters; a problem may quote the value
 
 
@@ -274,7 +276,9 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 def decode_object(body: bytes) -> dict[str, Any]:
     """Return the members of a JSON object. `null` means not given."""
     try:
-        document = msgspec.json.decode(body)
+        document = decode_json(body)
+    except TooManyElements as error:
+        raise ApiError(f"The body has {error}") from error
     except (ValueError, RecursionError, msgspec.DecodeError) as error:
         raise ApiError(f"The body is not valid JSON: {error}") from error
     if not isinstance(document, dict):
@@ -288,6 +292,9 @@ def _equal(value: Any, other: Any) -> bool:
 
 def convert_fields(given: dict[str, Any], kind: type[Body]) -> Body:
     """Return the members of a body as `kind`. The error names the field that is wrong."""
+    messages = given.get("messages") if "messages" in kind.__struct_fields__ else None
+    if isinstance(messages, list) and len(messages) > _MOST_CONVERTED and _are_objects(messages):
+        return _convert_long(given, messages, kind)
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
@@ -302,6 +309,19 @@ def convert_fields(given: dict[str, Any], kind: type[Body]) -> Body:
         raise ApiError(
             f"{found['place']}: {problem[0].lower()}{problem[1:]}", found["place"]
         ) from error
+
+
+def _are_objects(values: list[Any]) -> bool:
+    return all(type(value) is dict for value in values)
+
+
+def _convert_long(given: dict[str, Any], messages: list[Any], kind: type[Body]) -> Body:
+    """Return the members of a body with a long list of objects, which is not copied.
+
+    The library would hold the interpreter's lock, and so the event loop, while it copies them.
+    """
+    fields = convert_fields({**given, "messages": messages[:_MOST_CONVERTED]}, kind)
+    return msgspec.structs.replace(fields, messages=messages)
 
 
 def ignored_header(names: Sequence[str]) -> tuple[tuple[bytes, bytes], ...]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.server.engine_link.engine import TextOutput, TextRequest
-from slipstream.server.kserve.inference import InferRequest, RequestTrace
+from slipstream.server.kserve.inference import InferRequest, InferResponse, RequestTrace
 from slipstream.server.models.generation_outputs import Completion
 from slipstream.server.openai.models import OpenAIModel
 from slipstream.server.text.sequences import merge_streams
@@ -54,22 +54,32 @@ class CallAnswers:
                 await stack.enter_async_context(aclosing(infer(request)))
                 for request in self.requests
             ]
+            if len(sources) == 1:
+                async for response in sources[0]:
+                    for ready in self._take(0, response):
+                        yield ready
+                return
             arrivals = await stack.enter_async_context(
                 aclosing(merge_streams([aiter(source) for source in sources]))
             )
             async for prompt, response in arrivals:
-                if response.error is not None:
-                    raise response.error
-                if (output := response.text_output) is not None:
-                    index = prompt * self.answers + output.sequence
-                    if self.prompts_only:
-                        _drop_tokens(output)
-                    self.choices[index].add(output)
-                    if not self._waiting:
-                        yield index, output
-                        continue
-                    for ready in self._with_prompt_scores(index, output):
-                        yield ready
+                for ready in self._take(prompt, response):
+                    yield ready
+
+    def _take(self, prompt: int, response: InferResponse) -> Iterable[tuple[int, TextOutput]]:
+        """Merge a response to one of the prompts. Return the outputs that are ready."""
+        if response.error is not None:
+            raise response.error
+        output = response.text_output
+        if output is None:
+            return ()
+        index = prompt * self.answers + output.sequence
+        if self.prompts_only:
+            _drop_tokens(output)
+        self.choices[index].add(output)
+        if not self._waiting:
+            return ((index, output),)
+        return self._with_prompt_scores(index, output)
 
     def _with_prompt_scores(
         self, index: int, output: TextOutput

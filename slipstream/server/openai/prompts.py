@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slipstream.request_fields.field import Range
 from slipstream.request_fields.table import number_range
-from slipstream.server.fields.values import LONGEST_TOKEN_CHARACTERS
 from slipstream.server.openai.errors import ApiError, field_error
 from slipstream.server.openai.fields import ChatFields, CompletionFields, Fields
 from slipstream.server.openai.models import OpenAIModel
 from slipstream.server.openai.sampling import check_bound
 from slipstream.server.text.chat import ChatError, ContinueError, Tools, VariableError
 from slipstream.server.text.folder import TokenizerError
+from slipstream.server.text.longest_token import LONGEST_TOKEN, TooManyTokens
 from slipstream.server.text.messages import MessageError, template_messages
 from slipstream.server.text.threads import in_thread_if_long
 
@@ -40,10 +40,16 @@ async def chat_tokens(
     continues = bool(fields.continue_final_message)
     if continues and fields.add_generation_prompt:
         raise field_error("continue_final_message", "cannot be combined with add_generation_prompt")
+    most = None if fields.truncate_prompt_tokens is not None else model.longest_prompt
+    check_message_count(fields.messages, model)
+
+    def read_messages() -> tuple[list[dict[str, Any]], int]:
+        messages = adapt(template_messages(fields.messages, template))
+        return messages, sum(len(message["content"]) for message in messages)
+
     try:
-        messages = await in_thread_if_long(body_bytes, template_messages, fields.messages, template)
-        messages = adapt(messages)
-        check_characters("messages", sum(len(message["content"]) for message in messages), model)
+        messages, characters = await in_thread_if_long(body_bytes, read_messages)
+        check_characters("messages", characters, model, cut=most is None)
         tokens = await model.text.engine.generator.chat_prompt(
             messages,
             add_generation_prompt=not continues and fields.add_generation_prompt is not False,
@@ -52,7 +58,10 @@ async def chat_tokens(
             tools=tools,
             documents=fields.documents,
             variables=variables,
+            most=most,
         )
+    except TooManyTokens as error:
+        raise _too_long("messages", str(error.count), model) from error
     except MessageError as error:
         raise ApiError(str(error), error.field) from error
     except VariableError as error:
@@ -146,11 +155,16 @@ async def prompt_tokens(prompt: Prompt, fields: CompletionFields, model: OpenAIM
 
 
 async def _text_tokens(prompt: str, fields: CompletionFields, model: OpenAIModel) -> list[int]:
-    check_characters("prompt", len(prompt), model)
+    most = None if fields.truncate_prompt_tokens is not None else model.longest_prompt
+    check_characters("prompt", len(prompt), model, cut=most is None)
     special = fields.add_special_tokens
     if special is None:
         special = model.text.engine.model.add_special_tokens
-    tokens = await in_thread_if_long(len(prompt), model.tokenizer.encode, prompt, special)
+    encode = model.tokenizer.encode
+    try:
+        tokens = await in_thread_if_long(len(prompt), encode, prompt, special, most)
+    except TooManyTokens as error:
+        raise _too_long("prompt", str(error.count), model) from error
     return _truncate(tokens, fields, model, keep_bos=special)
 
 
@@ -174,9 +188,20 @@ def _truncate(
     return tokens[:first] + tokens[first + left_out :]
 
 
-def check_characters(name: str, size: int, model: OpenAIModel) -> None:
-    """Reject, without tokenizing it, a text that has too many tokens with any tokenizer."""
-    if size > model.longest_prompt * LONGEST_TOKEN_CHARACTERS:
+def check_message_count(messages: Sequence[Any], model: OpenAIModel) -> None:
+    """Reject, without rendering it, a conversation with more messages than tokens fit."""
+    if len(messages) > model.longest_prompt:
+        raise _too_long("messages", f"over {model.longest_prompt}", model)
+
+
+def check_characters(name: str, size: int, model: OpenAIModel, cut: bool = False) -> None:
+    """Reject, without tokenizing it, a text that has too many tokens.
+
+    `cut`: the text may have more tokens than the model takes, because only some are used.
+    """
+    most = model.longest_prompt
+    too_long = size > most * LONGEST_TOKEN if cut else model.tokenizer.surely_exceeds(size, most)
+    if too_long:
         raise _too_long(name, f"over {model.longest_prompt}", model)
 
 

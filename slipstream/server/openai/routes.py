@@ -24,6 +24,7 @@ from slipstream.server.http.routes import (
     compile_path,
 )
 from slipstream.server.kserve.context import ServerContext
+from slipstream.server.kserve.errors import NeedsPrimary
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.openai.adapters import API as LOAD_ADAPTERS
@@ -132,6 +133,8 @@ class OpenAIRoutes:
             await self._route(exchange)
         except ClientGone:
             return
+        except NeedsPrimary:
+            raise
         except Exception as error:
             if exchange.started:
                 raise

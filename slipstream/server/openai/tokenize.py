@@ -6,6 +6,8 @@ formats of /detokenize share their request, so its response has the text under b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from slipstream.server.openai.prompts import check_characters
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.threads import in_thread_if_long
 
+_WRITTEN_AT_ONCE = 16384  # tokens
 _SOURCES = ("prompt", "messages", "content")
 
 
@@ -89,7 +92,7 @@ async def _tokens(fields: TokenizeFields, body_bytes: int, model: OpenAIModel) -
 
 
 async def _text_tokens(name: str, text: str, special: bool, model: OpenAIModel) -> list[int]:
-    check_characters(name, len(text), model)
+    check_characters(name, len(text), model, cut=True)
     try:
         return await in_thread_if_long(len(text), model.tokenizer.encode, text, special)
     except TokenizerError as error:
@@ -116,18 +119,26 @@ async def _conversation_tokens(
 
 def _write(fields: TokenizeFields, tokens: list[int], model: OpenAIModel) -> bytes:
     if fields.content is not None:
-        return msgspec.json.encode(
-            {"tokens": _pieces(tokens, model) if fields.with_pieces else tokens}
-        )
-    texts = [model.tokenizer.token(token) for token in tokens] if fields.return_token_strs else None
-    return msgspec.json.encode(
-        {
-            "count": len(tokens),
-            "max_model_len": model.context_tokens,
-            "tokens": tokens,
-            "token_strs": texts,
-        }
-    )
+        pieces = partial(_pieces, model=model) if fields.with_pieces else None
+        return b'{"tokens":%b}' % _write_list(tokens, pieces)
+    head = {"count": len(tokens), "max_model_len": model.context_tokens}
+    texts = b"null"
+    if fields.return_token_strs:
+        texts = _write_list(tokens, lambda some: [model.tokenizer.token(token) for token in some])
+    members = [msgspec.json.encode(head)[:-1], _write_list(tokens), texts]
+    return b'%b,"tokens":%b,"token_strs":%b}' % tuple(members)
+
+
+def _write_list(tokens: list[int], convert: Callable[[list[int]], Any] | None = None) -> bytes:
+    """Return a JSON array with one element for each token.
+
+    The encoder holds the interpreter's lock, and so the event loop, for a part of them only.
+    """
+    parts = []
+    for start in range(0, len(tokens), _WRITTEN_AT_ONCE):
+        some = tokens[start : start + _WRITTEN_AT_ONCE]
+        parts.append(msgspec.json.encode(convert(some) if convert else some)[1:-1])
+    return b"[%b]" % b",".join(parts)
 
 
 def _pieces(tokens: list[int], model: OpenAIModel) -> list[dict[str, Any]]:

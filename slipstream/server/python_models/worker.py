@@ -8,12 +8,10 @@ the server's process id. Repository code runs only in this process.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib.util
 import inspect
 import json
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -23,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slipstream.server.log.parent import die_with
 from slipstream.server.python_models.backend_config import ModelConfig
 from slipstream.server.python_models.backend_requests import InferenceRequest, ResponseSender
 from slipstream.server.python_models.backend_tensors import InferenceResponse, TritonError
@@ -40,7 +39,6 @@ from slipstream.server.python_models.frames import (
 )
 
 SEARCH_PATH = Path(__file__).parent / "search_path"
-_PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -191,14 +189,6 @@ def load_model_class(start: Start) -> Any:
     return model_class
 
 
-def _die_with(parent_process: int) -> bool:
-    """Ask the kernel to kill this process when its parent ends. Returns False if it has ended."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    return os.getppid() == parent_process
-
-
 def _show_warning(
     channel: Channel,
     message: Warning | str,
@@ -212,7 +202,7 @@ def _show_warning(
 
 def main() -> int:
     *sockets, parent_process = map(int, sys.argv[1:])
-    if not _die_with(parent_process):
+    if not die_with(parent_process):
         return 1
     channel = Channel(*(socket.socket(fileno=descriptor) for descriptor in sockets))
     channel.listen()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateSyntaxError
 
-from slipstream.server.text.sandbox import BudgetExceeded, RaisedByTemplate, render
+from slipstream.server.text.sandbox import BudgetExceeded, NotBrief, RaisedByTemplate, render
 from slipstream.server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None  # functions that the model may call
 
+_MESSAGE_SIZE = 32  # characters that count for a message, beside its content
+_COUNTED_MESSAGES = 8192
 _OWN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
 )
@@ -65,9 +68,11 @@ def render_chat(
     tools: Tools = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
+    brief: bool = False,
 ) -> str:
     """Return the text of the prompt. `variables`: those of the template, e.g. `enable_thinking`.
 
+    `brief`: raise NotBrief where the template takes longer than the event loop may be delayed.
     `continue_final_message` ends the prompt with the text of the final message, so that the model
     continues it. It excludes `add_generation_prompt`.
     """
@@ -89,6 +94,7 @@ def render_chat(
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         },
+        brief,
     )
     return _before_mark(rendered, mark) if mark else rendered
 
@@ -113,9 +119,26 @@ def _before_mark(rendered: str, mark: str) -> str:
     return rendered[:end].rstrip()  # the template trims the ends of messages
 
 
-def encode_chat(tokenizer: Tokenizer, rendered: str, add_special_tokens: bool = False) -> list[int]:
+def encode_chat(
+    tokenizer: Tokenizer,
+    rendered: str,
+    add_special_tokens: bool = False,
+    most: int | None = None,
+) -> list[int]:
     """Return the tokens of a rendered conversation, which usually has special tokens already."""
-    return tokenizer.encode(rendered, add_special_tokens)
+    return tokenizer.encode(rendered, add_special_tokens, most)
+
+
+def conversation_size(messages: Sequence[Message]) -> int:
+    """Return about how many characters a conversation has; a message costs some by itself.
+
+    No more messages are counted than it takes to see that it is large.
+    """
+    size = len(messages) * _MESSAGE_SIZE
+    for message in itertools.islice(messages, _COUNTED_MESSAGES):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        size += len(content) if isinstance(content, str) else 0
+    return size
 
 
 def _check_messages(messages: Sequence[Message]) -> None:
@@ -139,9 +162,13 @@ def _choose_template(tokenizer: Tokenizer, tools: Tools) -> str:
     return tokenizer.chat_template
 
 
-def _render(template: str, named_tokens: Mapping[str, str], variables: Mapping[str, Any]) -> str:
+def _render(
+    template: str, named_tokens: Mapping[str, str], variables: Mapping[str, Any], brief: bool
+) -> str:
     try:
-        return render(template, {**named_tokens, **variables})
+        return render(template, {**named_tokens, **variables}, brief)
+    except NotBrief:
+        raise
     except RaisedByTemplate as problem:
         raise ChatError(f"the chat template {_explain(problem)}") from problem
     except Exception as problem:  # a template may fail like any program

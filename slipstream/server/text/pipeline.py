@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
-from slipstream.engine.constraints.guided import GuideError, check_guide
+from slipstream.engine.constraints.guided import GuideError
 from slipstream.engine.messages import Beam
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
@@ -23,7 +22,16 @@ from slipstream.server.engine_link.engine import (
 )
 from slipstream.server.engine_link.mailbox import RequestOutput
 from slipstream.server.kserve.access import TENANT
-from slipstream.server.text.chat import Message, Tools, encode_chat, render_chat
+from slipstream.server.text.chat import (
+    Message,
+    Tools,
+    conversation_size,
+    encode_chat,
+    render_chat,
+)
+from slipstream.server.text.guides import check_guide_in_thread
+from slipstream.server.text.longest_token import TooManyTokens
+from slipstream.server.text.sandbox import NotBrief
 from slipstream.server.text.sequences import (
     beam_problem,
     merge_streams,
@@ -31,9 +39,11 @@ from slipstream.server.text.sequences import (
     write_beams,
 )
 from slipstream.server.text.stream import StopWords, TextStream
-from slipstream.server.text.threads import in_thread_if_long
+from slipstream.server.text.threads import THREAD_ABOVE_SIZE, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
+# Largest conversation that is rendered without a thread.
+_MOST_BRIEF_SIZE = 4096
 # Longest logits that one request may return.
 MOST_LOGITS_BYTES = 256 << 20
 
@@ -42,12 +52,17 @@ class PromptError(ValueError):
     """The prompt cannot be run. The text is one line that the client may see."""
 
 
+def _too_long(tokens: int, longest: int | None) -> PromptError:
+    return PromptError(f"Prompt length ({tokens}) exceeds maximum input length ({longest}).")
+
+
 class TextGenerator:
     """Generates text with one engine and its tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, client: Engine) -> None:
         self.tokenizer = tokenizer
         self.client = client
+        self._has_rendered = False  # a conversation without tools
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextOutput, None]:
         """Run a request. Closing the iterator early cancels the request in the engine at once.
@@ -137,10 +152,14 @@ class TextGenerator:
         tools: Tools = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        most: int | None = None,
     ) -> list[int]:
-        """Return the tokens of a conversation. A thread renders and tokenizes it."""
+        """Return the tokens of a conversation. A thread renders and tokenizes it if it is long.
 
-        def render_and_encode() -> list[int]:
+        Raise TooManyTokens where a long conversation has more than `most` tokens.
+        """
+
+        def render_and_encode(brief: bool = False) -> list[int]:
             rendered = render_chat(
                 self.tokenizer,
                 messages,
@@ -149,17 +168,31 @@ class TextGenerator:
                 tools=tools,
                 documents=documents,
                 variables=variables,
+                brief=brief,
             )
-            return encode_chat(self.tokenizer, rendered, add_special_tokens)
+            return encode_chat(self.tokenizer, rendered, add_special_tokens, most)
 
-        return await asyncio.to_thread(render_and_encode)
+        size = conversation_size(messages)
+        # the first rendering compiles the template
+        if self._has_rendered and not tools and not documents and size <= _MOST_BRIEF_SIZE:
+            with suppress(NotBrief):  # a template may compute for long
+                return render_and_encode(brief=True)
+        tokens = await in_thread_if_long(max(THREAD_ABOVE_SIZE + 1, size), render_and_encode)
+        self._has_rendered = self._has_rendered or not tools
+        return tokens
 
     async def _prompt(self, request: TextRequest) -> list[int]:
         prompt = request.prompt
+        info = self.client.info
+        longest = None if info is None else info.max_sequence_tokens - 1
         if isinstance(prompt, str):
-            ids = await in_thread_if_long(
-                len(prompt), self.tokenizer.encode, prompt, request.add_special_tokens
-            )
+            special = request.add_special_tokens
+            try:
+                ids = await in_thread_if_long(
+                    len(prompt), self.tokenizer.encode, prompt, special, longest
+                )
+            except TooManyTokens as error:
+                raise _too_long(error.count, longest) from error
         else:
             ids = list(prompt)
             table = request.prompt_table
@@ -168,12 +201,8 @@ class TextGenerator:
             )
         if not ids:
             raise PromptError("The prompt is empty: it has no tokens.")
-        if self.client.info is not None:
-            longest = self.client.info.max_sequence_tokens - 1
-            if len(ids) > longest:
-                raise PromptError(
-                    f"Prompt length ({len(ids)}) exceeds maximum input length ({longest})."
-                )
+        if longest is not None and len(ids) > longest:
+            raise _too_long(len(ids), longest)
         return ids
 
     def _check_logits(self, sampling: SamplingParams, prompt_tokens: int, sequences: int) -> None:
@@ -277,6 +306,8 @@ class _Sequence:
 
     def advance(self, output: RequestOutput) -> TextOutput | None:
         """Return the output with its text, cut at a stop word; None where there is nothing new."""
+        if self._stop_words is None and not output.finish_reason:  # nothing can end the text here
+            return self._with_text(output, self._stream.push(output.tokens))
         if self._last is not None:
             if not output.finish_reason:
                 return None
@@ -309,24 +340,27 @@ class _Sequence:
         if output.finish_reason:
             text += stream.finish()
             self._stages.decoded_ns = time.monotonic_ns()
-        text_output = TextOutput(
-            tokens=output.tokens,
-            log_probs=output.log_probs,
-            top_log_probs=output.top_log_probs,
-            finish_reason=output.finish_reason,
-            cached_tokens=output.cached_tokens,
-            error=output.error,
-            scores=output.scores,
-            timing=output.timing,
+        text_output = self._with_text(output, text)
+        if stream.stopped:
+            self._stages.decoded_ns = time.monotonic_ns()
+            _stop_after(text_output, max(stream.tokens_used - used, 0))
+        return text_output
+
+    def _with_text(self, output: RequestOutput, text: str) -> TextOutput:
+        return TextOutput(
+            output.tokens,
+            output.log_probs,
+            output.top_log_probs,
+            output.finish_reason,
+            output.cached_tokens,
+            output.error,
+            output.scores,
+            output.timing,
             lost=output.lost,
             text=text,
             prompt_tokens=self._prompt_tokens,
             sequence=self._index,
         )
-        if stream.stopped:
-            self._stages.decoded_ns = time.monotonic_ns()
-            _stop_after(text_output, max(stream.tokens_used - used, 0))
-        return text_output
 
     def _note_last(self, output: RequestOutput) -> None:
         """Note when the last output reached each stage on its way here."""
@@ -410,7 +444,7 @@ async def _check_guide(sampling: SamplingParams) -> None:
     """Check the grammar before anything runs; in a thread, because it may be long."""
     assert sampling.guide is not None
     try:
-        await asyncio.to_thread(check_guide, sampling.guide)
+        await check_guide_in_thread(sampling.guide)
     except GuideError as error:
         raise PromptError(f"guided_decoding_guide: {error}") from error
 

@@ -3,7 +3,8 @@ budget.
 
 Jinja's own sandbox keeps a template from Python's internals. What it does not bound is time and
 memory, so every loop turn, call and piece of output is charged to a `Budget`, and an operation that
-would make a huge value is refused before it runs. A sandbox lives for one rendering.
+would make a huge value is refused before it runs. Every rendering has its own budget and context. A
+thread uses the same sandbox for all of them, because a sandbox costs more than a short rendering.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
@@ -30,6 +32,9 @@ MAX_CHARS = 4_000_000  # of all output together, and of any one value
 MAX_STEPS = 200_000  # loop turns and calls
 MAX_PARTS = 200_000  # of one nested value that is written out
 MAX_SECONDS = 5.0
+# The same for a rendering on the event loop: about a millisecond.
+BRIEF_CHARS = 8192
+BRIEF_STEPS = 500
 MAX_TEMPLATE_CHARS = 1_000_000
 MAX_INTEGER_BITS = 4096
 
@@ -56,6 +61,10 @@ class RaisedByTemplate(TemplateError):
     """The template refused the conversation with `raise_exception`."""
 
 
+class NotBrief(Exception):
+    """A rendering takes longer than the event loop may be delayed."""
+
+
 class Budget:
     def __init__(self) -> None:
         self._steps = 0
@@ -73,6 +82,20 @@ class Budget:
         self._chars += chars
         if self._chars > MAX_CHARS:
             raise BudgetExceeded(f"more than {MAX_CHARS} characters")
+
+
+class BriefBudget(Budget):
+    """The budget of a rendering that is done again in a thread where this one does not suffice."""
+
+    def step(self) -> None:
+        self._steps += 1
+        if self._steps > BRIEF_STEPS:
+            raise NotBrief
+
+    def output(self, chars: int) -> None:
+        self._chars += chars
+        if self._chars > BRIEF_CHARS:
+            raise NotBrief
 
 
 def check_size(size: int) -> None:
@@ -230,15 +253,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return result
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=256)
 def compile_template(source: str) -> CodeType:
     if len(source) > MAX_TEMPLATE_CHARS:
         raise TemplateError(f"the template is longer than {MAX_TEMPLATE_CHARS} characters")
     return Sandbox().compile(source)
 
 
-def render(source: str, variables: dict[str, Any]) -> str:
-    sandbox = Sandbox()
+def render(source: str, variables: dict[str, Any], brief: bool = False) -> str:
+    """Return the output of a template. `brief`: raise NotBrief where it would take longer."""
+    sandbox = _STATE.sandbox
+    sandbox.budget = BriefBudget() if brief else Budget()
     template = Template.from_code(sandbox, compile_template(source), sandbox.make_globals(None))
     return template.render(variables)
 
@@ -323,3 +348,13 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
+
+
+class _ThreadState(threading.local):
+    """The sandbox of each thread. Its `budget` is that of the rendering under way."""
+
+    def __init__(self) -> None:
+        self.sandbox = Sandbox()
+
+
+_STATE = _ThreadState()

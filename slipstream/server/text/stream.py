@@ -38,7 +38,9 @@ class Backend(Protocol):
     def decoder(self) -> decoders.Decoder | None: ...
     @property
     def pair_affixes(self) -> tuple[list[int], list[int], list[int]]: ...
-    def encode(self, text: str) -> list[int]: ...
+    @property
+    def longest_token(self) -> int | None: ...
+    def encode(self, text: str, most: int | None = None) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
     def token(self, token_id: int) -> str | None: ...
     def id_of(self, token: str) -> int | None: ...
@@ -156,7 +158,14 @@ class ByteLevelDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        return self._utf8.decode(b"".join([self._token_bytes(token_id) for token_id in ids]))
+        data = b"".join(map(self._token_bytes, ids))
+        if not self._utf8.buffer:
+            # most tokens are whole characters, for which this is the faster way
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass
+        return self._utf8.decode(data)
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -420,7 +429,9 @@ class TextStream:
         self._tokenizer.check_ids(tokens)
         if self._filter is None:
             self._seen += len(tokens)
-            return self._detokenizer.push([token for token in tokens if token not in self._skipped])
+            if not self._skipped.isdisjoint(tokens):
+                tokens = [token for token in tokens if token not in self._skipped]
+            return self._detokenizer.push(tokens)
         pieces = []
         for token in tokens:  # one by one, to know which one completes a stop word
             if self._filter.stopped:

@@ -19,16 +19,20 @@ from slipstream.server.text.folder import (
     TokenizerFolder,
     read_tokenizer_folder,
 )
+from slipstream.server.text.longest_token import LONGEST_TOKEN, TooManyTokens, longest_token
 from slipstream.server.text.stream import (
     Backend,
     Detokenizer,
     detokenizer_factory,
     spelling,
 )
-from slipstream.server.text.threads import THREAD_ABOVE_SIZE
+from slipstream.server.text.threads import LARGE_SIZE, THREAD_ABOVE_SIZE
 
 _GPT2_END = "<|endoftext|>"  # bos, eos and unk token of GPT-2, unless configured otherwise
 WORD_MARK = "▁"  # SentencePiece's space
+# ModelProto.normalizer_spec.add_dummy_prefix = false, as protobuf. Appended to a model, it replaces
+# the model's own value: repeated messages of one field are merged.
+_NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 
 def load_backend(folder: TokenizerFolder) -> Backend:
@@ -133,14 +137,25 @@ class JsonBackend:
         second = places[-1]
         return whole[:first], whole[first + size : second], whole[second + size :]
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def longest_token(self) -> int | None:
+        return longest_token(self._tokenizer)
+
+    def encode(self, text: str, most: int | None = None) -> list[int]:
         if len(text) <= THREAD_ABOVE_SIZE:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         # The library's `encode` holds the interpreter's lock, and so the event loop, to its end.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        if most is not None and len(encoded) > most:
+            raise TooManyTokens(len(encoded))
+        return encoded.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        if len(ids) <= THREAD_ABOVE_SIZE:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        # as above
+        (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id)
@@ -167,11 +182,12 @@ class SentencePieceBackend:
     an added token gets one only where the configuration says `legacy`.
     """
 
+    longest_token = None  # an unknown text of any length is one token
+
     def __init__(self, folder: TokenizerFolder) -> None:
         model = (folder.path / "tokenizer.model").read_bytes()
         self._processor = _load_sentencepiece(model, folder.path)
-        self._continuing = _load_sentencepiece(model, folder.path)
-        self._continuing.override_normalizer_spec(add_dummy_prefix=False)
+        self._continuing = _load_sentencepiece(model + _NO_DUMMY_PREFIX, folder.path)
         self._legacy = bool(folder.config.get("legacy", False))
         self._tokens = [
             self._processor.id_to_piece(i) for i in range(self._processor.get_piece_size())
@@ -242,7 +258,7 @@ class SentencePieceBackend:
         self._tokens[token_id] = token.content
         self._ids[token.content] = token_id
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int | None = None) -> list[int]:
         ids: list[int] = []
         position = 0
         for match in self._splitter.finditer(text) if self._splitter else ():
@@ -325,6 +341,8 @@ class Tokenizer:
         self.chat_templates = folder.chat_templates
         # whether texts that are pooled end with the end-of-text token
         self._adds_eos = bool(folder.config.get("add_eos_token"))
+        # most characters that one token stands for
+        self.longest_token = backend.longest_token or LONGEST_TOKEN
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -371,21 +389,40 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text. A beginning-of-text token in the text is not repeated."""
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
+        """Return the tokens of a text. A beginning-of-text token in the text is not repeated.
+
+        Raise TooManyTokens where a long text has more than `most` tokens.
+        """
         try:
             text.encode()  # the libraries cannot encode half of a surrogate pair
         except UnicodeEncodeError as problem:
             raise TokenizerError(
                 f"the text is not valid Unicode at character {problem.start}"
             ) from problem
-        ids = self._backend.encode(text)
+        try:
+            ids = self._backend.encode(text, most)
+        except TooManyTokens as error:
+            affixes = len(self._prefix) + len(self._suffix) if add_special_tokens else 0
+            raise TooManyTokens(error.count + affixes) from None
         if not add_special_tokens:
             return ids
         prefix = self._prefix
         if ids and self.bos_id is not None and ids[0] == self.bos_id:
             prefix = [token_id for token_id in prefix if token_id != self.bos_id]
         return [*prefix, *ids, *self._suffix]
+
+    def surely_exceeds(self, characters: int, tokens: int) -> bool:
+        """Return whether a text of this many characters has more than this many tokens.
+
+        A text of moderate length is tokenized first, so that its error has the number of tokens.
+        """
+        longest = self.longest_token
+        if characters <= LARGE_SIZE:
+            longest = max(longest, LONGEST_TOKEN)
+        return characters > tokens * longest
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         self.check_ids(ids)

@@ -78,7 +78,7 @@ class PromptReader:
         return tokens
 
     async def _encode(self, name: str, text: str) -> list[int]:
-        check_characters(name, len(text), self.model)
+        check_characters(name, len(text), self.model, cut=self.limit is not None)
         try:
             return await in_thread_if_long(len(text), self.model.tokenizer.encode, text, False)
         except TokenizerError as error:

@@ -18,6 +18,7 @@ from slipstream.server.openai.errors import ApiError, field_error, rename_field,
 from slipstream.server.openai.fields import ignored_header
 from slipstream.server.openai.generation import CallAnswers, infer_request
 from slipstream.server.openai.models import OpenAIModel, find_model
+from slipstream.server.openai.prompts import check_message_count
 from slipstream.server.openai.responses.background import BackgroundRuns, Save
 from slipstream.server.openai.responses.fields import (
     FIELD_NAMES,
@@ -229,6 +230,10 @@ async def _prepare_without(
     count: int, request: ResponseRequest, model: OpenAIModel
 ) -> PreparedChat:
     messages = without_oldest(request.messages, count)
+    try:
+        check_message_count(messages, model)
+    except ApiError as error:
+        raise rename_in_error(error, FIELD_NAMES) from error
     fields = chat_fields(request.fields, request.given, messages)
     try:
         return await prepare_chat(fields, request.size, model)

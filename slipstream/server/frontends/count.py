@@ -1,0 +1,62 @@
+"""How many processes a server has where the operator does not say: `--frontends auto`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+GPU_DEVICE = Path("/dev/nvidiactl")  # exists where there is a driver for GPUs
+CGROUPS = Path("/sys/fs/cgroup")
+# several front ends pay from this many cores on
+LEAST_CORES = 8
+CORES_PER_FRONTEND = 4
+MOST_CHOSEN = 8
+
+
+def choose_count(on_gpu: bool, cores: float) -> int:
+    """Return how many processes to serve with.
+
+    On a CPU the engine needs all cores. Beside a GPU its process and the kernel need some, too.
+    """
+    if not on_gpu or cores < LEAST_CORES:
+        return 1
+    return min(MOST_CHOSEN, int(cores) // CORES_PER_FRONTEND)
+
+
+def runs_on_gpu(
+    device: str, environment: Mapping[str, str] = os.environ, driver: Path = GPU_DEVICE
+) -> bool:
+    """Return whether engines with this setting probably run on a GPU, without loading torch."""
+    if device != "auto":
+        return device == "cuda"
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "0").strip()
+    if visible in ("", "-1") or not driver.exists():
+        return False
+    try:
+        return not importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def usable_cores(cgroups: Path = CGROUPS) -> float:
+    """Return the cores that this process may use: by its affinity and by a container's quota."""
+    cores = float(len(os.sched_getaffinity(0)))
+    quota = _quota(cgroups)
+    return cores if quota is None else min(cores, quota)
+
+
+def _quota(cgroups: Path) -> float | None:
+    """Return the cores that the control group allows; None: all."""
+    try:
+        if (second := cgroups / "cpu.max").exists():
+            words = second.read_text().split()
+        else:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            words = [(cgroups / "cpu" / name).read_text().strip() for name in names]
+        microseconds = int(words[0])
+        period = int(words[1])
+    except (OSError, ValueError, IndexError):
+        return None  # no limit, or no control groups
+    return microseconds / period if microseconds > 0 and period > 0 else None

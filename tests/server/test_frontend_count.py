@@ -1,0 +1,85 @@
+"""How many processes a server has by default."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from slipstream.server.frontends.count import choose_count, runs_on_gpu, usable_cores
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "cores", "count"),
+    [
+        (False, 2, 1),
+        (False, 128, 1),
+        (True, 1, 1),
+        (True, 4, 1),
+        (True, 7.9, 1),
+        (True, 8, 2),
+        (True, 11, 2),
+        (True, 12, 3),
+        (True, 16, 4),
+        (True, 31.5, 7),
+        (True, 32, 8),
+        (True, 256, 8),
+    ],
+)
+def test_the_number_of_front_ends_follows_the_cores_beside_a_gpu(on_gpu, cores, count):
+    assert choose_count(on_gpu, cores) == count
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "driver", "version", "on_gpu"),
+    [
+        ("cpu", None, True, "2.9.0", False),
+        ("cuda", None, False, "2.9.0", True),
+        ("auto", None, False, "2.9.0", False),
+        ("auto", None, True, "2.9.0", True),
+        ("auto", None, True, "2.9.0+cpu", False),
+        ("auto", "1", True, "2.9.0", True),
+        ("auto", "", True, "2.9.0", False),
+        ("auto", "-1", True, "2.9.0", False),
+    ],
+)
+def test_an_engine_runs_on_a_gpu_where_there_is_one(
+    tmp_path, monkeypatch, device, visible, driver, version, on_gpu
+):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    path = tmp_path / "nvidiactl"
+    if driver:
+        path.touch()
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert runs_on_gpu(device, environment, path) is on_gpu
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 16.0),
+        ({"cpu.max": "max 100000"}, 16.0),
+        ({"cpu.max": "400000 100000"}, 4.0),
+        ({"cpu.max": "250000 100000"}, 2.5),
+        ({"cpu.max": "6400000 100000"}, 16.0),
+        ({"cpu.max": "nonsense"}, 16.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 16.0),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
+    ],
+)
+def test_a_container_has_the_cores_of_its_quota(tmp_path, monkeypatch, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert usable_cores(tmp_path) == cores
+
+
+def test_the_choice_does_not_load_torch():
+    program = (
+        "import sys; from slipstream.server.frontends.count import *; "
+        "choose_count(runs_on_gpu('auto'), usable_cores()); print('torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "False\n", ran.stderr
