@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.engine.messages import Scores
+from slipstream.engine.options import read_options
 from slipstream.engine.sampling_params import EMBEDDING_KINDS, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.process import start_real_engine
@@ -84,9 +85,14 @@ class LLM:
     engine is built from it once, in `engines` under SLIPSTREAM_HOME (~/.cache/slipstream).
 
     `dtype` is the type that the engine computes in and that a new build stores: auto, float32,
-    bfloat16 or float16. `weight_only` ("int8", "fp8" or "int4") quantises the weights of a new
-    build. `settings` are the fields of `EngineSettings`, such as max_rows, cache_tokens,
-    max_sequence_tokens, reuse and threads.
+    bfloat16 or float16. `weight_only` or `quantization` ("int8", "fp8" or "int4") quantises the
+    weights of a new build.
+
+    `settings` have the names of the flags of `slipstream start`: max_batch_size (or max_num_seqs),
+    max_seq_len (max_model_len), max_num_tokens (max_num_batched_tokens), kv_cache_memory_bytes,
+    kv_cache_free_gpu_mem_fraction or gpu_memory_utilization, kv_cache_dtype, enable_prefix_caching,
+    enable_chunked_prefill and scheduler_policy. The fields of `EngineSettings` are accepted, too:
+    max_rows, cache_tokens, reuse, threads and so on.
     """
 
     def __init__(
@@ -95,10 +101,13 @@ class LLM:
         dtype: str = "auto",
         *,
         weight_only: str | None = None,
+        quantization: str | None = None,
         **settings: Any,
     ) -> None:
-        engine_settings = EngineSettings(dtype=dtype, **settings)
-        self.folder = engine_folder(model, dtype, weight_only)
+        engine_settings = EngineSettings(dtype=dtype, **read_options(settings))
+        if weight_only is not None and quantization is not None:
+            raise ValueError("weight_only and quantization are the same setting: give one of them")
+        self.folder = engine_folder(model, dtype, weight_only or quantization)
         self.tokenizer = Tokenizer.load(self.folder)
         self._engine = InProcessEngine(start_real_engine(str(self.folder), engine_settings))
         self._generator = TextGenerator(self.tokenizer, self._engine)

@@ -57,6 +57,11 @@ def page(title: str, load_name: str, runs: Sequence[Run]) -> str:
         ]
     if len(runs) > 1:
         parts += ["<h2>Effect of load</h2>", *_comparisons(load_name, runs)]
+    return document(title, parts)
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """Return an HTML page that contains the parts."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}</title>"

@@ -15,6 +15,11 @@ from typing import Any, NoReturn, Protocol
 
 from slipstream.cli.log import log
 
+MOST_FRONTENDS = 64
+FRONTENDS_HELP = (
+    "Number of server processes that share the ports and the engines; auto: 1 on a CPU or with "
+    "fewer than 8 cores, else a quarter of the cores, at most 8"
+)
 NO_EFFECT = "Accepted for compatibility; no effect."
 _NO_EFFECT_TITLE = "accepted for compatibility; no effect"
 
@@ -200,6 +205,15 @@ def at_least(minimum: float, kind: type[int] | type[float] = float) -> Callable[
         return number
 
     return read
+
+
+def frontend_count(text: str) -> int:
+    """Return a number of server processes; 0 stands for `auto`."""
+    if text == "auto":
+        return 0
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_FRONTENDS:
+        raise argparse.ArgumentTypeError(f"must be auto or 1 to {MOST_FRONTENDS}, not '{text}'")
+    return int(text)
 
 
 def add_verbose(parser: ArgumentContainer) -> None:

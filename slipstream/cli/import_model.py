@@ -8,7 +8,8 @@ import shlex
 from argparse import Namespace
 from pathlib import Path
 
-from slipstream.cli.arguments import CommandError, Parser, add_verbose
+from slipstream.cli.arguments import CommandError, Parser, UsageError, add_verbose
+from slipstream.cli.engine_flags import WEIGHT_ONLY, add_weight_only
 from slipstream.cli.list_models import (
     DEFAULT_REPOSITORY,
     add_repository,
@@ -51,13 +52,16 @@ def create_parser() -> Parser:
         choices=["auto", "bfloat16", "float16", "float32"],
         help="Data type of the weights; auto: the source's 16-bit type, or bfloat16.",
     )
+    add_weight_only(parser)
     parser.add_argument(
-        "--use_weight_only", action="store_true", help="Quantise the linear layers."
+        "--use_weight_only",
+        action="store_true",
+        help="Quantise the linear layers, as TensorRT-LLM's scripts do.",
     )
     parser.add_argument(
         "--weight_only_precision",
         default="int8",
-        choices=["int8", "int4", "fp8"],
+        choices=WEIGHT_ONLY,
         help="Data type of the linear layers with --use_weight_only.",
     )
     parser.add_argument("--backend", default=BACKEND, help=f"Only {BACKEND} is supported.")
@@ -69,7 +73,11 @@ def run(given: Namespace) -> int:
     if given.backend != BACKEND:
         raise CommandError(f"backend {given.backend!r} is not supported; use {BACKEND}")
     repository = repository_folder(given.repo)
-    weight_only = given.weight_only_precision if given.use_weight_only else None
+    weight_only = given.weight_only
+    if given.use_weight_only:
+        if weight_only is not None:
+            raise UsageError("--weight-only and --use_weight_only exclude each other: give one")
+        weight_only = given.weight_only_precision
     try:
         import_model(given.model, given.source, repository, given.dtype, weight_only)
     except RepositoryExists as error:

@@ -37,9 +37,10 @@ class ModelToServe:
     source: str
     engine: Path
     repository: Path
+    weight_only: str | None = None  # int8, int4 or fp8
 
 
-def find_model_to_serve(text: str) -> ModelToServe:
+def find_model_to_serve(text: str, weight_only: str | None = None) -> ModelToServe:
     """Return the name and the folders of the model that a command line names.
 
     Models of the same name from different places have different folders. A repository belongs to
@@ -56,9 +57,18 @@ def find_model_to_serve(text: str) -> ModelToServe:
     name = _UNFIT_FOR_A_NAME.sub("-", name).lstrip(".-") or "model"
     if name in (*FIXED_NAMES, "all"):
         name += "-model"
-    engine = path if is_engine(path) else engine_folder(_key(name, source)).absolute()
+    if not is_engine(path):
+        quantised = name if weight_only is None else f"{name}-{weight_only}"
+        engine = engine_folder(_key(quantised, source)).absolute()
+    elif weight_only is None:
+        engine = path
+    else:
+        raise CommandError(
+            f"--weight-only {weight_only}: {text} is a built engine, whose weights cannot be "
+            "quantised; give the model that it was built from"
+        )
     repository = slipstream_home() / "repositories" / _key(name, str(engine))
-    return ModelToServe(name, source, engine, repository)
+    return ModelToServe(name, source, engine, repository, weight_only)
 
 
 def _existing_path(text: str) -> Path:
@@ -84,29 +94,43 @@ def is_engine(path: Path) -> bool:
         return False
 
 
-def prepare_repository(text: str) -> Path:
+def prepare_repository(text: str, weight_only: str | None = None) -> Path:
     """Build what is missing for a model and return the repository that serves it."""
     given = _existing_path(text)
-    if any(given.glob(f"*/{CONFIG_NAME}")):
-        return given  # a repository, which may be named like a model
+    if any(given.glob(f"*/{CONFIG_NAME}")):  # a repository, which may be named like a model
+        if weight_only is not None:
+            raise CommandError(
+                f"--weight-only {weight_only}: {text} is a repository, whose engines are already "
+                "built; give the model that they were built from"
+            )
+        return given
     if (given / CONFIG_NAME).is_file():
         parent = shlex.quote(str(given.resolve().parent))
         raise CommandError(
             f"{text} is one model of a repository; "
             f"serve the repository in its place: --repo {parent}"
         )
+    model = find_model_to_serve(text, weight_only)
     command = [sys.executable, "-P", "-m", "slipstream.cli.served_model", text]
+    if weight_only is not None:
+        command.append(weight_only)
     code = subprocess.call(command, env=child_environment())
     if code != 0:
         raise SystemExit(code)  # the process has reported the reason
-    return find_model_to_serve(text).repository
+    return model.repository
 
 
 def make(model: ModelToServe) -> None:
     """Build the engine and write the repository of a model, unless they exist."""
     if str(model.engine) != model.source:
         with ProgressLines(lambda text: log("INFO", text)) as display:
-            build_engine(model.source, model.engine, dtype="auto", progress=display.update)
+            build_engine(
+                model.source,
+                model.engine,
+                dtype="auto",
+                weight_only=model.weight_only,
+                progress=display.update,
+            )
     # an existing repository is kept: its files may have been edited
     if not (model.repository / model.name).exists():
         _write_repository(model)
@@ -130,10 +154,10 @@ def _write_repository(model: ModelToServe) -> None:
         log("INFO", f"{model.repository} was written by another process meanwhile")
 
 
-def main(text: str) -> int:
+def main(text: str, weight_only: str | None = None) -> int:
     """Make the model that `text` names. Returns the exit code."""
     try:
-        make(find_model_to_serve(text))
+        make(find_model_to_serve(text, weight_only))
     except (ValueError, OSError) as error:  # weights/ reports bad input with ValueError
         log("ERROR", str(error))
         return 1
@@ -144,4 +168,4 @@ def main(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

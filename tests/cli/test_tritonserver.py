@@ -301,6 +301,14 @@ def test_a_flag_serves_metrics_on_the_http_port(flags: list[str], served: bool) 
 
 
 @pytest.mark.parametrize(
+    ("flags", "count"), [([], 0), (["--frontends=auto"], 0), (["--frontends=4"], 4)]
+)
+def test_a_flag_sets_the_number_of_server_processes(flags: list[str], count: int) -> None:
+    options = tritonserver.server_options(parse_flags(["--model-repository=/a", *flags]))
+    assert options.frontends == count
+
+
+@pytest.mark.parametrize(
     ("flags", "text"),
     [
         (
@@ -340,6 +348,10 @@ def test_a_wrong_flag_is_one_error_line(flags: list[str], text: str) -> None:
         (
             ["--model-repository=/a", "--grpc-transport=x"],
             "--grpc-transport must be one of core, aio, not 'x'",
+        ),
+        (
+            ["--model-repository=/a", "--frontends=0"],
+            "--frontends must be auto or 1 to 64, not '0'",
         ),
         (
             ["--model-repository=/a", "--trace-config=mode=zipkin"],

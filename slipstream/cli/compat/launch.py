@@ -9,7 +9,13 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from slipstream.cli.arguments import NO_EFFECT, CommandError, Parser
+from slipstream.cli.arguments import (
+    FRONTENDS_HELP,
+    NO_EFFECT,
+    CommandError,
+    Parser,
+    frontend_count,
+)
 
 _PROGRAM = "tritonserver"
 
@@ -53,6 +59,12 @@ def _add_server_options(parser: Parser) -> None:
         type=int,
         metavar="SECONDS",
         help="At exit, wait this long for running requests to finish (default: 30).",
+    )
+    parser.add_argument(
+        "--frontends",
+        type=frontend_count,
+        metavar="N",
+        help=f"{FRONTENDS_HELP} (default: auto).",
     )
     parser.add_argument(
         "--multi-model",
@@ -109,6 +121,8 @@ def server_command(given: Namespace) -> list[str]:
         "--disable-auto-complete-config",
         "--backend-config=python,shm-region-prefix-name=prefix0_",
     ]
+    if given.frontends is not None:
+        command.append(f"--frontends={given.frontends or 'auto'}")
     if given.exit_timeout is not None:
         command.append(f"--exit-timeout-secs={given.exit_timeout}")
     if given.multimodal_gpu0_cuda_mem_pool_bytes:

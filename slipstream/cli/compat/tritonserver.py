@@ -8,11 +8,12 @@ import os
 import re
 import signal
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.cli.arguments import CommandError
+from slipstream.cli.arguments import CommandError, frontend_count
 from slipstream.cli.compat.tritonserver_flags import (
     FlagError,
     FlagValues,
@@ -184,6 +185,7 @@ def server_options(given: FlagValues) -> Any:
         control_mode=given["model-control-mode"],
         load_models=tuple(given["load-model"]),
         poll_seconds=max(1.0, given["repository-poll-secs"]),
+        frontends=_frontends(given["frontends"]),
         strict_readiness=given["strict-readiness"],
         exit_on_error=given["exit-on-error"],
         exit_timeout_seconds=given["exit-timeout-secs"],
@@ -203,6 +205,13 @@ def server_options(given: FlagValues) -> Any:
         metrics_settings=metrics_settings(given),
         announce=False,
     )
+
+
+def _frontends(text: str) -> int:
+    try:
+        return frontend_count(text)
+    except ArgumentTypeError as error:
+        raise FlagError(f"--frontends {error}") from error
 
 
 def _repositories(given: FlagValues) -> tuple[Path, ...]:
