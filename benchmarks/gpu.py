@@ -2,11 +2,16 @@
 Triton.
 
     python benchmarks/gpu.py --shape llama3-8b [--only thr] [--profile thr]
+    python benchmarks/gpu.py --sampling top_p --sampling all    # beside greedy, in the same run
+    python benchmarks/gpu.py --device cpu --shape tiny --requests 4    # seconds, on any machine
 
-Random weights, greedy, no reuse, all requests queued, through the offline engine. The time includes
-scheduling, sampling and the copy of tokens to the host. The peer column is not measured in the run:
-it is vLLM 0.26.0 on one H200, and with --fp8 what TensorRT-LLM 1.0 publishes for it. If vLLM is
-installed, it runs afterwards in the same process.
+Random weights, all requests queued, through the offline engine. The engine has the settings of a
+served one: rows, tokens per step, longest sequence and prefix reuse are the defaults, decided from
+the model and the machine. Prompts are random and differ from run to run, so nothing is reused. The
+time includes scheduling, sampling and the copy of tokens to the host.
+
+The peer column is not measured in the run: it is vLLM 0.26.0 on one H200, and with --fp8 what
+TensorRT-LLM 1.0 publishes for it. If vLLM is installed, it runs afterwards in the same process.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import argparse
 import gc
 import importlib.util
 import json
+import os
 import random
 import sys
 import tempfile
@@ -23,158 +29,148 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without an installed package
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from random_models import SHAPES, random_tensors, vllm_config
+from workloads import (
+    FP8_TARGETS,
+    FP8_WORKLOADS,
+    SAMPLING,
+    TARGETS,
+    WORKLOADS,
+    Workload,
+    make_requests,
+)
 
+from slipstream.engine.loop import EngineLoop
 from slipstream.engine.plan import StepPlan
 from slipstream.engine.request import GenerateRequest
-from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
+from slipstream.kernels.gpu.compilation.pool import start_pool
 from slipstream.model.spec import ModelSpec
-from slipstream.weights.parameters import choose_quantisation, engine_parameters, scales_name
-from slipstream.weights.quantise import quantise_fp8
+from slipstream.weights.engine_config import BuildLimits, GenerationDefaults, config_document
+from slipstream.weights.parameters import Quantisation
 
-SHAPES = {
-    "llama3-8b": ModelSpec(
-        "LlamaForCausalLM", 128256, 4096, 32, 32, 8, 128, 14336, 8192, rope_theta=500000.0
-    ),
-    "llama2-7b": ModelSpec("LlamaForCausalLM", 32000, 4096, 32, 32, 32, 128, 11008, 4096),
-    "qwen3-0.6b": ModelSpec(
-        "Qwen3ForCausalLM",
-        151936,
-        1024,
-        28,
-        16,
-        8,
-        128,
-        3072,
-        8192,
-        rope_theta=1e6,
-        qk_norm=True,
-        tied_embeddings=True,
-    ),
-}
+ROOT = Path(__file__).resolve().parents[1]
+READ_BYTES_PER_SECOND = 4.30e12
+FLOPS = {2: 700e12, 1: 1400e12}  # by the bytes of a weight
+# A run is preceded by a short one, so that no kernel runs for the first time.
+WARM_UP_REQUESTS = 32
+WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Workload:
-    name: str
-    requests: int
-    unit: str
-    prompt: tuple[float, float]  # tokens: mean and deviation, or the ends of a range
-    output: tuple[float, float]
-    uniform: bool = False
+class Measured:
+    """One run of a workload."""
 
-    def draw(self) -> list[tuple[int, int]]:
-        chance = random.Random(0)
+    seconds: float
+    tokens: int  # output tokens
+    plans: list[StepPlan]  # of its steps
 
-        def one(pair: tuple[float, float]) -> int:
-            drawn = chance.uniform(*pair) if self.uniform else chance.gauss(*pair)
-            return max(1, round(drawn))
-
-        return [(one(self.prompt), one(self.output)) for _ in range(self.requests)]
+    def figure(self, work: Workload) -> float:
+        return (self.tokens if work.unit == "tok/s" else work.requests) / self.seconds
 
 
-WORKLOADS = [
-    Workload("c1", 1, "tok/s", (200, 0), (100, 0)),
-    Workload("b32", 32, "tok/s", (128, 0), (128, 0)),
-    Workload("thr", 1000, "tok/s", (128, 0), (128, 0)),
-    Workload("long", 1000, "req/s", (1024, 0), (128, 0)),
-    Workload("core", 5000, "req/s", (128, 5), (20, 2)),
-    Workload("mix", 256, "tok/s", (100, 1024), (100, 1024), uniform=True),
-]
-# Workloads that TensorRT-LLM publishes for FP8 weights and cache on the same GPU, the short ones
-# here with fewer requests.
-FP8_WORKLOADS = [
-    Workload("128/128", 4000, "tok/s", (128, 0), (128, 0)),
-    Workload("1k/1k", 3000, "tok/s", (1000, 0), (1000, 0)),
-    Workload("2k/128", 1500, "tok/s", (2048, 0), (128, 0)),
-]
-READ_BYTES_PER_SECOND = 4.30e12
-FLOPS = {2: 700e12, 1: 1400e12}  # by the bytes of a weight
-TARGETS = {
-    "llama3-8b": {
-        "c1": (240, 199),
-        "b32": (6500, 5131),
-        "thr": (18000, 13743),
-        "long": (34, 29.3),
-        "core": (280, 268.5),
-        "mix": (13000, 10049),
-    },
-    "llama2-7b": {
-        "c1": (260, 213),
-        "b32": (6200, 4749),
-        "thr": (15500, 11293),
-        "long": (27, 21.0),
-        "core": (270, 244.8),
-        "mix": (7500, 5348),
-    },
-    "qwen3-0.6b": {
-        "c1": (1200, 381),
-        "b32": (24000, 9194),
-        "thr": (60000, 20223),
-        "long": (200, 118),
-        "core": (1600, 870),
-        "mix": (32000, 23541),
-    },
-}
-FP8_TARGETS = {"128/128": (28000, 27911), "1k/1k": (18000, 17744), "2k/128": (3600, 3538)}
+class Bench:
+    """Runs workloads on one engine."""
+
+    def __init__(self, loop: EngineLoop, spec: ModelSpec) -> None:
+        self.loop = loop
+        self.spec = spec
+        self._runs = 0
+
+    def measure(self, work: Workload, sampling: str = "greedy") -> Measured:
+        """Run a workload once, after a short run of the same kind."""
+        short = work.limited(WARM_UP_REQUESTS)
+        self._run(self._requests(short, sampling, WARM_UP_TOKENS))
+        return self.run_once(work, sampling)
+
+    def run_once(self, work: Workload, sampling: str = "greedy") -> Measured:
+        found = self._run(self._requests(work, sampling))
+        self.loop.check_integrity()
+        return found
+
+    def _requests(
+        self, work: Workload, sampling: str, most_output: int | None = None
+    ) -> list[GenerateRequest]:
+        self._runs += 1
+        return make_requests(work, self.spec.vocab_size, sampling, self._runs, most_output)
+
+    def _run(self, requests: list[GenerateRequest]) -> Measured:
+        plans: list[StepPlan] = []
+        launch = self.loop.runner.launch
+
+        def record_and_launch(plan: StepPlan):
+            plans.append(plan)
+            return launch(plan)
+
+        self.loop.runner.launch = record_and_launch
+        synchronize(self.loop)
+        began = time.perf_counter()
+        tokens = 0
+        for request in requests:
+            self.loop.submit(request)
+        while self.loop.has_work():
+            outputs = self.loop.step()
+            tokens += len(outputs.tokens) if outputs is not None else 0
+        seconds = time.perf_counter() - began
+        self.loop.runner.launch = launch
+        expected = sum(request.sampling.max_tokens for request in requests)
+        if tokens != expected:
+            raise SystemExit(f"{tokens} output tokens in place of {expected}: requests failed")
+        return Measured(seconds, tokens, plans)
 
 
-def random_tensors(spec: ModelSpec, fp8: bool = False) -> dict[str, torch.Tensor]:
-    """Return random weights, small enough that activations stay finite."""
-    torch.manual_seed(0)
-
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device="cuda") * 0.02
-
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.bfloat16, device="cuda")
-
-    tensors = {
-        "transformer.vocab_embedding.weight": weight(spec.vocab_size, spec.hidden_size),
-        "transformer.ln_f.weight": ones(spec.hidden_size),
-    }
-    if not spec.tied_embeddings:
-        tensors["lm_head.weight"] = weight(spec.vocab_size, spec.hidden_size)
-    for layer in range(spec.layers):
-        name = f"transformer.layers.{layer}."
-        tensors[f"{name}input_layernorm.weight"] = ones(spec.hidden_size)
-        tensors[f"{name}post_layernorm.weight"] = ones(spec.hidden_size)
-        tensors[f"{name}attention.qkv.weight"] = weight(spec.qkv_size, spec.hidden_size)
-        tensors[f"{name}attention.dense.weight"] = weight(spec.hidden_size, spec.q_size)
-        tensors[f"{name}mlp.gate_up.weight"] = weight(2 * spec.ffn_size, spec.hidden_size)
-        tensors[f"{name}mlp.proj.weight"] = weight(spec.hidden_size, spec.ffn_size)
-        if spec.qk_norm:
-            tensors[f"{name}attention.q_layernorm.weight"] = ones(spec.head_size)
-            tensors[f"{name}attention.k_layernorm.weight"] = ones(spec.head_size)
-    for one in engine_parameters(spec, choose_quantisation(spec, "fp8" if fp8 else None)):
-        if one.bits:
-            tensors[one.name], tensors[scales_name(one.name)] = quantise_fp8(tensors[one.name])
-    return tensors
+def synchronize(loop: EngineLoop) -> None:
+    if loop.info.device.startswith("cuda"):
+        torch.cuda.synchronize()
 
 
-def vllm_config(spec: ModelSpec) -> dict[str, object]:
-    return {
-        "architectures": [spec.architecture],
-        "model_type": "qwen3" if spec.qk_norm else "llama",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_size,
-        "intermediate_size": spec.ffn_size,
-        "max_position_embeddings": spec.max_positions,
-        "hidden_act": "silu",
-        "rms_norm_eps": spec.norm_epsilon,
-        "rope_theta": spec.rope_theta,
-        "torch_dtype": "bfloat16",
-        "tie_word_embeddings": spec.tied_embeddings,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+def served_settings(options: argparse.Namespace) -> EngineSettings:
+    """Return the settings of a served engine, but for what the command line changes."""
+    return EngineSettings(
+        dtype="bfloat16" if options.device == "cuda" else "float32",
+        device=options.device,
+        max_rows=options.rows,
+        step_tokens=options.step_tokens,
+        max_sequence_tokens=options.sequence_tokens,
+        reuse=options.reuse,
+        max_beam_width=BuildLimits.max_beam_width,
+        deterministic=options.deterministic,
+    )
+
+
+def start(spec: ModelSpec, settings: EngineSettings, fp8: bool = False) -> EngineLoop:
+    """Start an engine with random weights as a server starts one from a folder."""
+    on_gpu = settings.device == "cuda"
+    identity = f"gpu.py {spec} {fp8} {settings}"
+    os.environ.setdefault("PYTHONPATH", str(ROOT))  # of the processes that compile kernels
+    compiler = start_pool(identity) if on_gpu else None
+    try:
+        tensors = random_tensors(spec, fp8, settings.device, settings.dtype)
+        if on_gpu:
+            torch.cuda.empty_cache()  # a served engine finds no memory of temporary tensors
+        build = BuildLimits.for_model(spec)  # of an engine that was built without limits
+        loop = create_engine(
+            spec,
+            tensors,
+            settings,
+            build.max_seq_len,
+            fp8_cache=fp8,
+            most_step_tokens=build.chosen("max_num_tokens"),
+            most_rows=build.chosen("max_batch_size"),
+            compiler=compiler,
+        )
+    finally:
+        if compiler is not None:
+            compiler.close()
+    synchronize(loop)
+    # An engine's process does the same after its start.
+    gc.collect()
+    gc.freeze()
+    return loop
 
 
 def run_vllm(spec: ModelSpec, works: list[Workload]) -> None:
@@ -213,9 +209,7 @@ def from_folder(shape: str, spec: ModelSpec, settings: EngineSettings) -> None:
     """Write an engine folder of the shape and time a start from it, with its pages in memory."""
     from safetensors.torch import save_file
 
-    from slipstream.weights.engine_config import BuildLimits, GenerationDefaults, config_document
     from slipstream.weights.load import start_engine
-    from slipstream.weights.parameters import Quantisation
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -241,38 +235,6 @@ def from_folder(shape: str, spec: ModelSpec, settings: EngineSettings) -> None:
             f"(weights {loop.info.weight_bytes / 2**30:.1f} GiB)",
             flush=True,
         )
-
-
-def run(loop, spec: ModelSpec, work: Workload, first_id: int) -> tuple[float, int, list[StepPlan]]:
-    """Run a workload once; return seconds, output tokens and the plans of its steps."""
-    chance = random.Random(1)
-    requests = [
-        GenerateRequest(
-            first_id + i,
-            [chance.randrange(spec.vocab_size) for _ in range(prompt)],
-            SamplingParams(max_tokens=output),
-        )
-        for i, (prompt, output) in enumerate(work.draw())
-    ]
-    plans: list[StepPlan] = []
-    launch = loop.runner.launch
-
-    def record_and_launch(plan: StepPlan):
-        plans.append(plan)
-        return launch(plan)
-
-    loop.runner.launch = record_and_launch
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    tokens = 0
-    for request in requests:
-        loop.submit(request)
-    while loop.has_work():
-        outputs = loop.step()
-        tokens += len(outputs.tokens) if outputs is not None else 0
-    seconds = time.perf_counter() - began
-    loop.runner.launch = launch
-    return seconds, tokens, plans
 
 
 def limit_seconds(spec: ModelSpec, plan: StepPlan, weight_bytes: int) -> float:
@@ -316,81 +278,116 @@ def parse_options() -> argparse.Namespace:
         help="run this workload only; may be given several times",
     )
     parser.add_argument(
+        "--sampling",
+        action="append",
+        choices=SAMPLING,
+        help="also run each workload with this sampling; may be given several times",
+    )
+    parser.add_argument(
         "--fp8", action="store_true", help="FP8 weights and cache, with workloads of their own"
     )
-    parser.add_argument("--rows", type=int, default=1024, help="running requests (default: 1024)")
     parser.add_argument(
-        "--step-tokens", type=int, default=8192, help="token budget of a step (default: 8192)"
+        "--device", choices=["cuda", "cpu"], default="cuda", help="device (default: cuda)"
     )
+    parser.add_argument(
+        "--requests", type=int, help="most requests of a workload (default: all of them)"
+    )
+    add_engine_options(parser)
     parser.add_argument(
         "--from-folder", action="store_true", help="only time the start from an engine folder"
     )
-    parser.add_argument("--profile", help="print a profile of one run of this workload")
+    parser.add_argument("--profile", help="also profile this workload, with each sampling")
     return parser.parse_args()
 
 
-def report(loop, spec: ModelSpec, work: Workload, index: int, options: argparse.Namespace) -> None:
-    """Run a workload and print its line of the table."""
-    if work.name in ("c1", "b32"):  # short ones are warmed up
-        run(loop, spec, work, 10**6 * (index + 50))
-    seconds, tokens, plans = run(loop, spec, work, 10**6 * index)
-    figure = tokens / seconds if work.unit == "tok/s" else work.requests / seconds
-    target, peer = FP8_TARGETS[work.name] if options.fp8 else TARGETS[options.shape][work.name]
-    share = sum(limit_seconds(spec, plan, 1 if options.fp8 else 2) for plan in plans) / seconds
-    print(
-        f"{work.name:8} {figure:10.1f} {work.unit:6} {share:8.0%} {target:8} {peer:8} "
-        f"{figure / peer:7.2f} {seconds / len(plans) * 1e3:8.2f}",
-        flush=True,
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add options for what a served engine decides itself."""
+    served = "(default: as served)"
+    parser.add_argument("--rows", type=int, help=f"requests that run at the same time {served}")
+    parser.add_argument("--step-tokens", type=int, help=f"token budget of a step {served}")
+    parser.add_argument(
+        "--sequence-tokens", type=int, help=f"tokens of the longest sequence {served}"
     )
-    loop.check_integrity()
+    parser.add_argument(
+        "--reuse",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the blocks of earlier prompts (default: yes, as served)",
+    )
+    parser.add_argument(
+        "--deterministic", action="store_true", help="the same tokens whatever else runs"
+    )
+
+
+def describe(shape: str, loop: EngineLoop, seconds: float) -> str:
+    info = loop.info
+    used = info.weight_bytes + info.compressed_weight_bytes + info.cache_bytes
+    return (
+        f"{shape}: ready in {seconds:.1f} s, {info.max_rows} rows, "
+        f"{loop.scheduler.step_tokens} tokens a step, sequences of {info.max_sequence_tokens}, "
+        f"{info.total_blocks} blocks, weights and cache {used / 2**30:.1f} GiB"
+    )
+
+
+def report(bench: Bench, work: Workload, options: argparse.Namespace) -> None:
+    """Run a workload with each sampling, and print a line of the table for each."""
+    targets = FP8_TARGETS if options.fp8 else TARGETS.get(options.shape, {})
+    target, peer = targets.get(work.name, (None, None))
+    greedy = 0.0
+    for sampling in dict.fromkeys(["greedy", *(options.sampling or [])]):
+        measured = bench.measure(work, sampling)
+        figure = measured.figure(work)
+        greedy = greedy or figure
+        weight_bytes = 1 if options.fp8 else 2
+        limit = sum(limit_seconds(bench.spec, plan, weight_bytes) for plan in measured.plans)
+        share = f"{limit / measured.seconds:.0%}" if options.device == "cuda" else "-"
+        against = f"{figure / peer:.2f}" if peer else "-"
+        print(
+            f"{work.name:8} {sampling:11} {figure:10.1f} {work.unit:6} {figure / greedy:8.3f} "
+            f"{share:>8} {target or '-':>8} {peer or '-':>8} {against:>7} "
+            f"{measured.seconds / len(measured.plans) * 1e3:8.2f}",
+            flush=True,
+        )
 
 
 def main() -> None:
     options = parse_options()
     spec = SHAPES[options.shape]
-    began = time.perf_counter()
-    settings = EngineSettings(
-        max_rows=options.rows,
-        reuse=False,
-        step_tokens=options.step_tokens,
-        max_sequence_tokens=2304,
-    )
     if options.from_folder:
-        return from_folder(options.shape, spec, settings)
-    tensors = random_tensors(spec, options.fp8)
-    loop = create_engine(spec, tensors, settings, spec.max_positions, fp8_cache=options.fp8)
-    torch.cuda.synchronize()
-    # An engine's process does the same after its start.
-    gc.collect()
-    gc.freeze()
+        return from_folder(options.shape, spec, served_settings(options))
+    began = time.perf_counter()
+    loop = start(spec, served_settings(options), options.fp8)
+    print(describe(options.shape, loop, time.perf_counter() - began), flush=True)
     print(
-        f"{options.shape}: ready in {time.perf_counter() - began:.1f} s, "
-        f"{loop.info.total_blocks} blocks, {torch.cuda.memory_allocated() / 2**30:.1f} GiB",
-        flush=True,
+        f"{'workload':8} {'sampling':11} {'figure':>10} {'unit':6} {'× greedy':>8} {'of limit':>8} "
+        f"{'target':>8} {'peer':>8} {'× peer':>7} {'ms/step':>8}"
     )
-    print(
-        f"{'workload':8} {'figure':>10} {'unit':6} {'of limit':>8} {'target':>8} {'peer':>8} "
-        f"{'× peer':>7} {'ms/step':>8}"
-    )
-    works = FP8_WORKLOADS if options.fp8 else WORKLOADS
-    for index, work in enumerate(works):
-        if not options.only or work.name in options.only:
-            report(loop, spec, work, index, options)
-    if importlib.util.find_spec("vllm") is not None and not options.fp8:
-        del loop
+    works = [
+        work.limited(options.requests or work.requests)
+        for work in (FP8_WORKLOADS if options.fp8 else WORKLOADS)
+        if not options.only or work.name in options.only
+    ]
+    bench = Bench(loop, spec)
+    for work in works:
+        report(bench, work, options)
+    if options.profile:
+        work = next(w for w in WORKLOADS + FP8_WORKLOADS if w.name == options.profile)
+        for sampling in dict.fromkeys(["greedy", *(options.sampling or [])]):
+            profile(bench, work, sampling)
+    elif options.device == "cuda" and not options.fp8 and importlib.util.find_spec("vllm"):
+        del loop, bench
         torch.cuda.empty_cache()
-        run_vllm(spec, [w for w in WORKLOADS if not options.only or w.name in options.only])
-    elif options.profile:
-        profile(loop, spec, next(w for w in WORKLOADS + FP8_WORKLOADS if w.name == options.profile))
+        run_vllm(spec, works)
 
 
-def profile(loop, spec: ModelSpec, work: Workload) -> None:
+def profile(bench: Bench, work: Workload, sampling: str) -> None:
+    """Print the kernels that take most of the time of a run."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
     with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-        seconds, _, plans = run(loop, spec, work, 10**9)
-    print(f"{work.name}: {seconds:.2f} s, {len(plans)} steps")
+        measured = bench.run_once(work, sampling)
+    print(f"{work.name}, {sampling}: {measured.seconds:.2f} s, {len(measured.plans)} steps")
     print(
         recorded.key_averages().table(
             sort_by="self_cuda_time_total", row_limit=18, max_name_column_width=60

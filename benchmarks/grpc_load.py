@@ -1,4 +1,4 @@
-"""gRPC load for `server.py`: the part of HTTP/2 that is needed to repeat one call.
+"""gRPC load: the part of HTTP/2 that is needed to repeat a call.
 
 gRPC's Python client takes more CPU time than either server, so it would measure itself. This client
 sends the same bytes as real clients: complete headers in the first call, and references to them in
@@ -10,9 +10,13 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
+from dataclasses import dataclass
 from typing import Any
 
-PATH = "/inference.GRPCInferenceService/ModelInfer"
+from server_load import Rate
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 # types of frames
 _DATA = 0
@@ -43,59 +47,72 @@ def _text(text: str) -> bytes:
     return bytes((len(data),)) + data
 
 
-# The numbers are those of the static table of RFC 7541: 3 is ":method POST", 6 ":scheme http".
-# 0x40 adds the following header to the dynamic table, whose newest entry is number 62.
-FIRST_HEADERS = (
-    b"\x83\x86"
-    + b"\x44"
-    + _text(PATH)
-    + b"\x41"
-    + _text("localhost")
-    + b"\x40"
-    + _text("te")
-    + _text("trailers")
-    + b"\x5f"
-    + _text("application/grpc")
-    + b"\x7a"
-    + _text("load")
-)
-LATER_HEADERS = b"\x83\x86" + bytes(0x80 | number for number in (66, 65, 64, 63, 62))
+def _first_headers(path: str) -> bytes:
+    """Return the headers of the first call.
+
+    The numbers are those of the static table of RFC 7541: 3 is ":method POST", 6 ":scheme http".
+    0x40 adds the following header to the dynamic table, whose newest entry is number 62.
+    """
+    return (
+        b"\x83\x86"
+        + b"\x44"
+        + _text(path)
+        + b"\x41"
+        + _text("localhost")
+        + b"\x40"
+        + _text("te")
+        + _text("trailers")
+        + b"\x5f"
+        + _text("application/grpc")
+        + b"\x7a"
+        + _text("load")
+    )
 
 
-class GrpcConnection(asyncio.Protocol):
-    """Keeps `calls` calls in flight: each response triggers the next call."""
+_LATER_HEADERS = b"\x83\x86" + bytes(0x80 | number for number in (66, 65, 64, 63, 62))
 
-    def __init__(self, body: bytes, calls: int) -> None:
-        self._message = struct.pack(">BI", 0, len(body)) + body
-        self._calls = calls
-        self._transport: Any = None
+
+class GrpcFrames(asyncio.Protocol):
+    """The frames of a connection. Subclasses read the data and the end of each call."""
+
+    def __init__(self, path: str) -> None:
+        self._headers = _first_headers(path)
         self._received = bytearray()
         self._stream = -1
-        self._answered: dict[int, int] = {}  # stream → bytes of its response so far
-        self._expected = 0
         self._unacknowledged = 0
-        self.answers = 0
-        self.bad = b""
-        self.lost = False
+        self.transport: Any = None
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
+        self.transport = transport
+
+    def opening(self) -> bytes:
+        """Return the bytes that begin a connection."""
         settings = _frame(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, _WINDOW))
-        opening = _PREFACE + settings + _frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", _WINDOW))
-        transport.write(
-            opening
-            + self._call(FIRST_HEADERS)
-            + b"".join(self._call() for _ in range(self._calls - 1))
-        )
+        return _PREFACE + settings + _frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", _WINDOW))
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self.lost = True
-
-    def _call(self, headers: bytes = LATER_HEADERS) -> bytes:
+    def call(self, body: bytes) -> bytes:
+        """Return the frames of the next call."""
         self._stream += 2
-        self._answered[self._stream] = 0
+        headers = self._headers
+        self._headers = _LATER_HEADERS
+        message = struct.pack(">BI", 0, len(body)) + body
         head = _frame(_HEADERS, _END_HEADERS, self._stream, headers)
-        return head + _frame(_DATA, _END_STREAM, self._stream, self._message)
+        return head + _frame(_DATA, _END_STREAM, self._stream, message)
+
+    @property
+    def stream(self) -> int:
+        """The number of the latest call's stream."""
+        return self._stream
+
+    def take_data(self, stream: int, payload: bytes) -> None:
+        """Process data of a response."""
+
+    def take_end(self, stream: int, payload: bytes) -> bytes:
+        """Process the trailers of a response. Return the frames to send."""
+        return b""
+
+    def take_reset(self, payload: bytes) -> None:
+        """Process the end of a stream or of the connection by the server."""
 
     def data_received(self, data: bytes) -> None:
         received = self._received
@@ -115,20 +132,20 @@ class GrpcConnection(asyncio.Protocol):
             )
             position = begin + length
         del received[:position]
-        if reply := b"".join(replies):
-            self._transport.write(reply)
+        if (reply := b"".join(replies)) and not self.transport.is_closing():
+            self.transport.write(reply)
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> bytes:
         """Process a frame and return the frames to send in response."""
         if kind == _DATA:
-            self._answered[stream] += len(payload)
+            self.take_data(stream, payload)
             return self._widen(len(payload))
         if kind == _HEADERS and flags & _END_STREAM:
-            return self._complete(stream, payload)
+            return self.take_end(stream, payload)
         if kind in (_SETTINGS, _PING) and not flags & _ACKNOWLEDGED:
             return _frame(kind, _ACKNOWLEDGED, 0, payload if kind == _PING else b"")
         if kind in (_RESET, _GOAWAY):
-            self.bad = self.bad or payload
+            self.take_reset(payload)
         return b""
 
     def _widen(self, length: int) -> bytes:
@@ -139,55 +156,112 @@ class GrpcConnection(asyncio.Protocol):
         self._unacknowledged = 0
         return _frame(_WINDOW_UPDATE, 0, 0, update)
 
-    def _complete(self, stream: int, payload: bytes) -> bytes:
-        """Check the length of a response and return the next call.
 
-        All responses must be as long as the first. A failed call has an empty response.
+@dataclass(frozen=True)
+class GrpcLoad:
+    path: str
+    body: bytes
+    unit: int  # requests or tokens of one complete call
+
+
+class GrpcConnection(GrpcFrames):
+    """Keeps `calls` calls in flight: the end of each call triggers the next one."""
+
+    def __init__(self, load: GrpcLoad, calls: int) -> None:
+        super().__init__(load.path)
+        self._load = load
+        self._calls = calls
+        self._answered: dict[int, int] = {}  # stream → bytes of its response so far
+        self._expected = 0
+        self.answers = 0
+        self.events = 0  # frames of data: nearly always one for each response of a stream
+        self.bad = b""
+        self.lost = False
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.write(self.opening() + b"".join(self._next() for _ in range(self._calls)))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lost = True
+
+    def _next(self) -> bytes:
+        frames = self.call(self._load.body)
+        self._answered[self.stream] = 0
+        return frames
+
+    def take_data(self, stream: int, payload: bytes) -> None:
+        self._answered[stream] += len(payload)
+        self.events += 1
+
+    def take_reset(self, payload: bytes) -> None:
+        self.bad = self.bad or payload
+
+    def take_end(self, stream: int, payload: bytes) -> bytes:
+        """Check the length of the responses to a call and return the next call.
+
+        Single responses must be as long as the first. A failed call has an empty response.
         """
         length = self._answered.pop(stream)
         self._expected = self._expected or length
-        if not length or length != self._expected:
+        if not length or (length != self._expected and self._load.path == INFER):
             self.bad = self.bad or payload
         self.answers += 1
-        return self._call()
+        return self._next()
 
     def close(self) -> None:
-        self._transport.abort()
+        self.transport.abort()
 
 
-async def grpc_rate(port: int, body: bytes, concurrency: int, seconds: float) -> float:
-    """Return ModelInfer calls per second, with up to 8 calls in flight per connection."""
+async def grpc_rate(port: int, load: GrpcLoad, concurrency: int, seconds: float) -> Rate:
+    """Return the rate of calls, with up to 8 calls in flight per connection."""
     event_loop = asyncio.get_running_loop()
     count = max(1, concurrency // 8)
     connections: list[GrpcConnection] = []
     for _ in range(count):
         made = await event_loop.create_connection(
-            lambda: GrpcConnection(body, concurrency // count), "127.0.0.1", port
+            lambda: GrpcConnection(load, concurrency // count), "127.0.0.1", port
         )
         connections.append(made[1])
     await asyncio.sleep(min(0.3, seconds / 4))  # time for all connections to start
     before = sum(one.answers for one in connections)
+    events_before = sum(one.events for one in connections)
     began = time.monotonic()
     await asyncio.sleep(seconds)
     answers = sum(one.answers for one in connections) - before
+    events = sum(one.events for one in connections) - events_before
     took = time.monotonic() - began
     bad = next((one for one in connections if one.bad or one.lost), None)
     for connection in connections:
         connection.close()
     if bad is not None:
         raise RuntimeError(
-            f"ModelInfer answered {bad.bad[:300]!r}"
+            f"{load.path} answered {bad.bad[:300]!r}"
             f"{' and closed the connection' if bad.lost else ''}"
         )
     if not answers:
-        raise RuntimeError(f"ModelInfer gave no complete answer in {seconds:g} s")
-    return answers / took
+        raise RuntimeError(f"{load.path} gave no complete answer in {seconds:g} s")
+    return Rate(answers * load.unit / took, events / took)
 
 
-def grpc_body(text: bytes) -> bytes:
+def grpc_infer_load(text: bytes) -> GrpcLoad:
     from slipstream.server.grpc.protocol import messages
 
     message = messages.ModelInferRequest(model_name="echo")
     message.inputs.add(name="text_input", datatype="BYTES", shape=[1])
     message.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
-    return bytes(message.SerializeToString())
+    return GrpcLoad(INFER, bytes(message.SerializeToString()), 1)
+
+
+def grpc_stream_load(tokens: int) -> GrpcLoad:
+    from slipstream.server.grpc.protocol import messages
+
+    message = messages.ModelInferRequest(model_name="ensemble")
+    for name, datatype, data in (
+        ("text_input", "BYTES", struct.pack("<I", 1) + b"5"),
+        ("max_tokens", "INT32", struct.pack("<i", tokens)),
+        ("stream", "BOOL", b"\x01"),
+    ):
+        message.inputs.add(name=name, datatype=datatype, shape=[1, 1])
+        message.raw_input_contents.append(data)
+    return GrpcLoad(STREAM_INFER, bytes(message.SerializeToString()), tokens)

@@ -241,8 +241,8 @@ def show_slow_down(loop: EngineLoop, tokenizer: Tokenizer, rounds: int, rows: in
 
 
 def random_engine(shape: str, folder: Path, rows: int) -> EngineLoop:
-    """Return an engine with random weights of a shape of gpu.py, and the tokenizer in `folder`."""
-    from gpu import SHAPES, random_tensors
+    """Return an engine with random weights of a shape, and the tokenizer in `folder`."""
+    from random_models import SHAPES, random_tensors
 
     from slipstream.engine.start import create_engine
 

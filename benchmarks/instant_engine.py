@@ -22,7 +22,7 @@ class InstantLoop:
         self.info = EngineInfo(
             vocab_size=WORDS,
             max_sequence_tokens=4096,
-            max_rows=256,
+            max_rows=1024,
             total_blocks=128,
             block_tokens=32,
             device="cpu",

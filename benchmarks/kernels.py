@@ -21,6 +21,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from slipstream.engine.gpu.sampling_rows import SamplingRows
+from slipstream.engine.plan import RowStart, StepPlan
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.kernels import packed_cache
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.bf12 import pack
@@ -34,7 +37,6 @@ from slipstream.kernels.gpu.prefill_tiles import PrefillPlan, cut_tiles, use_lar
 from slipstream.kernels.gpu.quantised import quantise
 from slipstream.kernels.gpu.rotary import rotate_write
 from slipstream.kernels.gpu.skinny_gemm import skinny_gemm
-from slipstream.kernels.gpu.step import likeliest
 from slipstream.kernels.gpu.unpacked_kv import UnpackedKv, plan_unpacking, unpacking_pays
 from slipstream.kernels.normalisation import Norm
 
@@ -351,12 +353,40 @@ def small_kernels() -> None:
             tokens * size * 2 * (2 * (heads + kv_heads) + 3 * kv_heads),
         )
     for rows in (1, 32, 1024):
-        logits = random(2, rows, 128256)
+        sample_rows(rows, 151936)
+
+
+SAMPLING = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0},
+    "top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
+    "top-k 50": {"temperature": 0.7, "top_k": 50},
+    "min-p": {"temperature": 0.7, "min_p": 0.05},
+    "typical": {"temperature": 0.7, "typical_p": 0.9},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
+    "log-probs": {"log_probs": True},
+}
+
+
+def sample_rows(count: int, vocab: int) -> None:
+    """Show the time of drawing tokens, beside reading the logits once."""
+    copies = 2 if count > 100 else 20
+    logits = torch.randn(copies, count, vocab, device=DEVICE)
+    tokens = torch.randint(0, vocab, (count, 512), device=DEVICE)
+    rows = torch.arange(count, device=DEVICE, dtype=torch.int32)
+    lengths = torch.full_like(rows, 256)
+    for name, parameters in SAMPLING.items():
+        table = SamplingRows(count, vocab, torch.device(DEVICE))
+        starts = [
+            RowStart(row, [], 128, [], SamplingParams(**parameters, seed=row))
+            for row in range(count)
+        ]
+        table.apply(StepPlan(step=0, starts=starts))
         show(
-            "likeliest",
-            f"[{rows}, 128256]",
-            microseconds(lambda i: likeliest(logits[i]), 2),
-            rows * 128256 * 2,
+            f"sample, {name}",
+            f"[{count}, {vocab}]",
+            microseconds(lambda i: table.sample(logits[i], rows, lengths, tokens), copies),
+            count * vocab * 4,
         )
 
 

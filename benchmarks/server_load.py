@@ -127,3 +127,14 @@ def infer_load(text: str) -> Load:
 def stream_load(tokens: int) -> Load:
     body = {"text_input": "5", "max_tokens": tokens, "stream": True}
     return Load("/v2/models/ensemble/generate_stream", json.dumps(body).encode(), tokens)
+
+
+def completions_load(tokens: int) -> Load:
+    body = {"model": "ensemble", "prompt": "5", "max_tokens": tokens, "stream": True}
+    return Load("/v1/completions", json.dumps(body).encode(), tokens)
+
+
+def chat_load(tokens: int) -> Load:
+    messages = [{"role": "user", "content": "5"}]
+    body = {"model": "ensemble", "messages": messages, "max_tokens": tokens, "stream": True}
+    return Load("/v1/chat/completions", json.dumps(body).encode(), tokens)

@@ -6,8 +6,10 @@ the models are built in; with `model.py` the repository's Python code runs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +99,28 @@ def write_own_repository(folder: Path) -> Path:
         VERSION, spec, "float32", Quantisation(), limits, GenerationDefaults(), own
     )
     (engine / "config.json").write_text(json.dumps(document))
+    # words with a space before them, decoded as those of GPT-2, Llama 3 and Qwen
     vocabulary = {
         "type": "WordLevel",
-        "vocab": {str(number): number for number in range(WORDS)},
-        "unk_token": "0",
+        "vocab": {f"Ġ{number}": number for number in range(WORDS)},
+        "unk_token": "Ġ0",
+    }
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": True,
+        "trim_offsets": True,
+        "use_regex": True,
     }
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"},
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
         "model": vocabulary,
     }
     (engine / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (engine / "tokenizer_config.json").write_text("{}")
+    template = json.dumps({"chat_template": "{{ messages[-1].content }}"})
+    (engine / "tokenizer_config.json").write_text(template)
     repository = folder / "repository"
     write_repository(repository, "tensorrt_llm_bls", engine, engine, 64)
     (repository / "echo" / "1").mkdir(parents=True)
@@ -133,7 +145,9 @@ def create_echo(model: Any, version: int) -> Any:
     return Echo()
 
 
-def serve(kind: str, repository: str, http: int, grpc: int, metrics: int) -> int:
+def serve(
+    kind: str, repository: str, http: int, grpc: int, metrics: int, frontends: int = 1
+) -> int:
     from slipstream.server.lifecycle import run_server
     from slipstream.server.models.factories import FixedModels
     from slipstream.server.options import Port, ServerOptions
@@ -146,12 +160,14 @@ def serve(kind: str, repository: str, http: int, grpc: int, metrics: int) -> int
         allow_python_models=kind == "model.py",
         engine_command=(sys.executable, str(HERE / "instant_engine.py")),
     )
+    if frontends > 1:  # earlier versions have no such option
+        options = replace(options, frontends=frontends)
     factories = [FixedModels({"echo": create_echo})] if kind == "own" else []
     return run_server(options, factories)
 
 
 class Peer:
-    """A running server: `http_port`, `grpc_port`."""
+    """A running server: `http_port`, `grpc_port`. `ready_path` answers 200 when it is ready."""
 
     def __init__(
         self,
@@ -160,10 +176,16 @@ class Peer:
         ports: list[int],
         log: Path,
         environment: dict[str, str],
+        ready_path: str = "/v2/health/ready",
+        built_in: bool = False,
     ) -> None:
+        """`built_in`: the models are part of the server."""
         self.name = name
+        self.built_in = built_in
+        self.paced = float(environment.get(STEP_VARIABLE, "0")) > 0
         self.http_port = ports[0]
         self.grpc_port = ports[1]
+        self._ready_path = ready_path
         self._log = log.open("wb")
         self.process = subprocess.Popen(
             command,
@@ -183,9 +205,8 @@ class Peer:
 
     def _ready(self) -> bool:
         try:
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{self.http_port}/v2/health/ready", timeout=5
-            ):
+            url = f"http://127.0.0.1:{self.http_port}{self._ready_path}"
+            with urllib.request.urlopen(url, timeout=5):
                 return True
         except (urllib.error.URLError, OSError):
             return False
@@ -195,12 +216,13 @@ class Peer:
         return sum(map(_cpu_seconds, _with_children(self.process.pid)))
 
     def stop(self) -> None:
+        """Stop the server, and kill what is left of its process group."""
         self.process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
         self._log.close()
 
 
@@ -217,7 +239,15 @@ def _cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def start_ours(kind: str, folder: Path, step_milliseconds: float = 0.0, name: str = "") -> Peer:
+def start_ours(
+    kind: str,
+    folder: Path,
+    step_milliseconds: float = 0.0,
+    name: str = "",
+    checkout: Path = ROOT,
+    frontends: int = 1,
+) -> Peer:
+    """`checkout`: the folder whose `slipstream` package runs; `frontends`: its processes"""
     repository = (
         write_own_repository(folder)
         if kind == "own"
@@ -230,9 +260,12 @@ def start_ours(kind: str, folder: Path, step_milliseconds: float = 0.0, name: st
         kind,
         str(repository),
         *map(str, ports),
+        str(frontends),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), STEP_VARIABLE: str(step_milliseconds)}
-    return Peer(name or f"slipstream, {kind}", command, ports, folder / "log", environment)
+    environment = {**os.environ, "PYTHONPATH": str(checkout), STEP_VARIABLE: str(step_milliseconds)}
+    name = name or f"slipstream, {kind}"
+    own = kind == "own"
+    return Peer(name, command, ports, folder / "log", environment, built_in=own)
 
 
 def start_triton(binary: Path, folder: Path) -> Peer:
@@ -255,4 +288,4 @@ def free_ports(count: int = 3) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])))
+    sys.exit(serve(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])))

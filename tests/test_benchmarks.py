@@ -3,12 +3,16 @@
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_engine import build_tiny_engine
 
 from slipstream.engine.plan import StepPlan
 from slipstream.model.spec import ModelSpec
+from slipstream.repository.models import read_repository
+from slipstream.repository.templates import write_repository
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -145,3 +149,38 @@ def test_a_step_takes_the_longer_of_arithmetic_and_reading_then_attention(gpu):
     arithmetic = 2 * (body - behind) * 4000 / gpu["FLOPS"][2]
     attention = 4 * spec.layers * spec.q_size * 4000 * (100 + 2000) / gpu["FLOPS"][2]
     assert gpu["limit_seconds"](spec, prompt, 2) == pytest.approx(arithmetic + attention)
+
+
+def test_the_engine_benchmark_has_the_settings_of_a_served_engine(gpu, monkeypatch, tmp_path):
+    engine = build_tiny_engine(tmp_path)
+    write_repository(tmp_path / "models", "tiny", engine, engine, 64)
+    served = read_repository(tmp_path / "models").engines["tensorrt_llm"].settings
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", "--shape", "tiny"])
+    assert gpu["served_settings"](gpu["parse_options"]()) == replace(
+        served, dtype="float32", device="cpu"
+    )
+
+
+def test_every_run_of_a_workload_has_prompts_of_its_own(gpu):
+    work = gpu["WORKLOADS"][1]
+    first, second = (gpu["make_requests"](work, 1000, "half", run) for run in (1, 2))
+    assert [len(r.prompt) for r in first] == [len(r.prompt) for r in second] == [128] * 32
+    assert not {tuple(r.prompt[:32]) for r in first} & {tuple(r.prompt[:32]) for r in second}
+    assert not {r.request_id for r in first} & {r.request_id for r in second}
+    assert [r.sampling.top_p for r in first] == [1.0, 0.9] * 16
+
+
+def test_the_engine_benchmark_prints_sampling_beside_greedy_in_the_same_run():
+    options = ["--device", "cpu", "--shape", "tiny", "--only", "b32", "--requests", "2"]
+    names = ["temperature", "top_p", "top_k", "all", "typical", "logprobs", "bias", "half"]
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), *options, "--rows", "7"]
+    for name in names:
+        command += ["--sampling", name]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    first, _, *lines = printed.splitlines()
+    assert " 7 rows, 512 tokens a step, sequences of 4096, " in first
+    rows = [line.split() for line in lines]
+    assert [row[:2] for row in rows] == [["b32", name] for name in ("greedy", *names)]
+    greedy = float(rows[0][2])
+    for row in rows:
+        assert float(row[4]) == pytest.approx(float(row[2]) / greedy, abs=0.002)
