@@ -30,6 +30,7 @@ RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders
 
 # The same rule inside server/. Modules at its top level may import every folder.
 SERVER_ORDER = (
+    "frontends",
     "anthropic",
     "openai",
     "grpc",
