@@ -142,11 +142,12 @@ def warm_up(
     tokens: int = 16,
     requests: int = 1,
     steps: int = 1,
+    output: int = 2,
 ) -> None:
     """Run requests of `tokens` tokens through the runner, so that users do not wait for its first
     calls.
 
-    steps: the number of steps that the prompt of a single request takes.
+    steps: the number of steps that the prompt of a single request takes; output: tokens to generate
     """
     pool = BlockPool(total_blocks, runner.block_tokens, reuse=False)
     tokens = min(tokens, longest - 2, total_blocks * runner.block_tokens // requests - 2)
@@ -154,7 +155,9 @@ def warm_up(
     scheduler = Scheduler(pool, requests, budget, longest, vocab_size)
     for number in range(requests):
         scheduler.add(
-            GenerateRequest(_WARM_UP_REQUEST - number, [0] * tokens, SamplingParams(max_tokens=2))
+            GenerateRequest(
+                _WARM_UP_REQUEST - number, [0] * tokens, SamplingParams(max_tokens=output)
+            )
         )
     while (plan := scheduler.plan()) is not None:
         scheduler.commit(plan, runner.launch(plan).result())

@@ -28,7 +28,7 @@ from slipstream.engine.row_block_manager import RowBlockManager
 from slipstream.engine.settings import Policy
 from slipstream.engine.speculation import DraftProposer, propose_draft_tokens
 from slipstream.engine.statistics import Counters, QueueTimes, to_timing
-from slipstream.engine.step_budget import StepBudget, StepWork
+from slipstream.engine.step_budget import PromptSpread, StepBudget, StepWork
 from slipstream.engine.waiting import (
     WaitingQueue,
     release_dependents,
@@ -54,10 +54,12 @@ class Scheduler:
         window: Window | None = None,
         revision_threads: int = 0,
         target_seconds: float | None = None,
+        spread: PromptSpread | None = None,
     ) -> None:
         """revision_threads: threads that revise outputs beside the steps; 0: no threads
 
         target_seconds: the time that a step with running streams may take; None: any
+        spread: limits the prompt tokens beside running streams where there is no target
         """
         self.blocks = blocks
         # Without chunks a whole prompt must fit one step.
@@ -83,6 +85,7 @@ class Scheduler:
         self._queue_times = QueueTimes(clock)
         self._revisions = Revisions(revision_threads) if revision_threads else None
         self.step_budget = StepBudget(target_seconds, self.step_tokens) if target_seconds else None
+        self._spread = spread if chunked and target_seconds is None else None
         self._results = ResultHandler(
             self._outputs, self._counters, self._finish, self._drop, self._revisions
         )
@@ -292,14 +295,26 @@ class Scheduler:
             if budget > 0:
                 budget -= self._schedule_up_to(plan, request, 1, max(1, budget - still_to_schedule))
         longer.sort(key=lambda r: (-r.submitted.priority, r.arrival))
-        if self.step_budget is not None and len(longer) < len(self._manager.running):
-            position = longer[0].scheduled if longer else 0
-            budget = min(budget, self.step_budget.prompt_tokens(StepWork.of(plan), position))
+        if len(longer) < len(self._manager.running):
+            budget = min(budget, self._prompt_budget(plan, longer))
         for request in longer:
             budget -= self._schedule_up_to(
                 plan, request, self._chunk(request.deficit, budget), budget
             )
         return budget
+
+    def _prompt_budget(self, plan: StepPlan, longer: list[Request]) -> int:
+        """Return how many prompt tokens to compute beside the streams that are in the plan.
+
+        longer: running requests whose prompts are not computed
+        """
+        if self.step_budget is not None:
+            position = longer[0].scheduled if longer else 0
+            return self.step_budget.prompt_tokens(StepWork.of(plan), position)
+        if self._spread is not None:
+            backlog = self._waiting.tokens + sum(request.deficit for request in longer)
+            return self._spread.prompt_tokens(plan.tokens, backlog)
+        return self.step_tokens
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         while budget > 0:

@@ -22,6 +22,7 @@ from slipstream.engine.messages import EngineInfo
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settings import EngineSettings
+from slipstream.engine.step_budget import PromptSpread
 from slipstream.kernels import packed_cache
 from slipstream.kernels.options import KernelOptions
 from slipstream.model.position import rotary_size
@@ -86,7 +87,9 @@ def create_engine(
     slots = _add_host_cache(runner, settings, parts.blocks)
     pool = BlockPool(parts.blocks, settings.block_tokens, settings.reuse, slots)
     adapters = create_adapters(spec, settings, parts.rows, sizes.dtype, sizes.device, read_adapter)
-    scheduler = _create_scheduler(model, settings, sizes, parts.rows, pool, adapters.cache)
+    scheduler = _create_scheduler(
+        model, settings, sizes, parts.rows, pool, adapters.cache, prepared.tokens_per_second
+    )
     loaded = time.monotonic() - began
     info = _describe(scheduler, settings, sizes, parts, prepared, weight_bytes, loaded)
     return EngineLoop(scheduler, runner, info, sizes.depth, adapters)
@@ -179,6 +182,7 @@ class _Prepared(NamedTuple):
     runner: StepRunner
     step_bytes: int = 0  # GPU memory that a step with the full budget takes
     graph_bytes: int = 0  # GPU memory of captured steps
+    tokens_per_second: float = 0.0  # prompt tokens of such a step on a GPU; 0: not measured
 
 
 def _prepare_runner(
@@ -220,6 +224,7 @@ def _create_scheduler(
     rows: int,
     pool: BlockPool,
     adapters: AdapterCache,
+    tokens_per_second: float,
 ) -> Scheduler:
     return Scheduler(
         pool,
@@ -235,6 +240,7 @@ def _create_scheduler(
         window=Window.from_rules((layer.rule for layer in model.layers), sizes.longest),
         revision_threads=_REVISION_THREADS if sizes.device.type == "cuda" else 0,
         target_seconds=None if settings.target_itl_ms is None else settings.target_itl_ms / 1000,
+        spread=PromptSpread(tokens_per_second) if tokens_per_second else None,
     )
 
 

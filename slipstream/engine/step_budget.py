@@ -1,8 +1,9 @@
-"""How many prompt tokens a step may compute beside running streams, so that it takes no longer than
-a target. No torch and no clock here: the budget depends on the plans and times that it was given.
+"""How many prompt tokens a step may compute beside running streams. No torch and no clock here: the
+budget depends on the plans and times that it was given.
 
-Every token of a stream waits for the whole step. The time of a step is predicted from its work by
-a linear model, which is fitted to the steps so far:
+Every token of a stream waits for the whole step. `PromptSpread` spreads prompts over steps. With a
+target for the time between tokens, `StepBudget` predicts the time of a step from its work by a
+linear model, which is fitted to the steps so far:
 
     seconds = a + b * decode rows + c * their context + d * prompt tokens + e * attended pairs
 """
@@ -31,6 +32,42 @@ _FORGETTING = 0.98
 _FITTED_STEPS = 8
 _MOST_OVER_PREDICTION = 2.0
 _SWEEPS = 3  # of the fit, after each step
+
+
+# Steps of fewer tokens take about as long as reading the weights does.
+_LEAST_STEP_TOKENS = 512
+# A step has as many tokens as take this many seconds, or more. Smaller ones compute fewer prompt
+# tokens per second: what a step costs once, such as reading the weights, has a larger share.
+_LEAST_STEP_SECONDS = 0.04
+# Prompt tokens of a step for each stream in it. Where streams are many, prompts that advance slowly
+# leave rows empty.
+_TOKENS_PER_STREAM = 6
+# Prompts that wait are spread over this many steps.
+_BACKLOG_STEPS = 48
+# Steps have a multiple of this many tokens: a tile of a GEMM.
+_TILE_TOKENS = 128
+
+
+class PromptSpread:
+    """The budget of steps with running streams on a GPU, without a target.
+
+    A step of a large model with the full budget delays its streams by a fifth of a second. Prompts
+    that are spread over more steps delay them less, and take hardly longer: a step that computes
+    prompts and streams reads the weights once for both.
+    """
+
+    def __init__(self, tokens_per_second: float) -> None:
+        """tokens_per_second: prompt tokens that the device computes in large steps"""
+        self._least = max(_LEAST_STEP_TOKENS, round(_LEAST_STEP_SECONDS * tokens_per_second))
+
+    def prompt_tokens(self, streams: int, backlog: int) -> int:
+        """Return how many prompt tokens to compute beside streams in a step.
+
+        streams: tokens of the streams; backlog: prompt tokens that wait
+        """
+        prompts = max(_TOKENS_PER_STREAM * streams, backlog // _BACKLOG_STEPS)
+        tokens = max(self._least, streams + prompts)
+        return -(-tokens // _TILE_TOKENS) * _TILE_TOKENS - streams
 
 
 class StepWork(NamedTuple):

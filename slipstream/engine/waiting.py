@@ -15,23 +15,30 @@ class WaitingQueue:
     """Requests that wait for a row: higher priority first, then in order of arrival."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []  # (-priority, arrival, request)
+        # (-priority, arrival, tokens, request)
+        self._heap: list[tuple[int, int, int, Request]] = []
+        # tokens of all of them; cancelled ones count until they would be next
+        self.tokens = 0
 
     def push(self, *requests: Request) -> None:
         for request in requests:
-            heapq.heappush(self._heap, (-request.submitted.priority, request.arrival, request))
+            tokens = len(request.tokens)
+            self.tokens += tokens
+            entry = (-request.submitted.priority, request.arrival, tokens, request)
+            heapq.heappush(self._heap, entry)
 
     def first(self) -> Request | None:
         """Return the next request without removing it."""
         while self._heap:
-            request = self._heap[0][2]
+            request = self._heap[0][3]
             if request.finish_reason is None:
                 return request
-            heapq.heappop(self._heap)  # cancelled while it waited
+            self.pop()  # cancelled while it waited
         return None
 
     def pop(self) -> None:
-        heapq.heappop(self._heap)
+        _, _, tokens, _ = heapq.heappop(self._heap)
+        self.tokens -= tokens
 
 
 def share_prompt(request: Request, source: Request | None) -> bool:

@@ -7,7 +7,7 @@ from slipstream.engine.plan import StepPlan
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
-from slipstream.engine.step_budget import StepBudget, StepTimeModel, StepWork
+from slipstream.engine.step_budget import PromptSpread, StepBudget, StepTimeModel, StepWork
 
 MOST = 8192
 
@@ -190,3 +190,72 @@ def test_a_target_must_be_positive(target):
 def test_a_target_needs_prompts_in_chunks():
     with pytest.raises(ValueError, match="enable_chunked_context"):
         EngineSettings(target_itl_ms=50.0, chunked=False)
+
+
+def test_prompts_beside_streams_are_spread_over_steps():
+    spread = PromptSpread(50_000.0)  # 2,000 tokens in 40 ms
+    assert spread.prompt_tokens(8, 100) == 2048 - 8, "enough to use the device well"
+    assert spread.prompt_tokens(512, 100) == 3584 - 512, "six for each stream"
+    assert spread.prompt_tokens(8, 48 * 4096) == 4224 - 8, "a 48th of what waits, in whole tiles"
+    assert PromptSpread(1_000.0).prompt_tokens(8, 100) == 512 - 8, "not less than a slow GPU needs"
+
+
+class FixedSpread(PromptSpread):
+    """Computes five prompt tokens beside streams, and records what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.asked: list[tuple[int, int]] = []
+
+    def prompt_tokens(self, streams: int, backlog: int) -> int:
+        self.asked.append((streams, backlog))
+        return 5
+
+
+def test_a_scheduler_spreads_prompts_only_beside_streams():
+    spread = FixedSpread()
+    harness = Harness(make_scheduler(budget=16, rows=4, spread=spread), 1)
+    plans: list[StepPlan] = []
+    run = harness.device.run
+    harness.device.run = lambda plan: (plans.append(plan), run(plan))[1]
+    prompts = {1: [5] * 12, 2: [6] * 14, 3: [7] * 9}
+    harness.scheduler.add(GenerateRequest(1, prompts[1], SamplingParams(max_tokens=8)))
+    harness.step()
+    for number in (2, 3):
+        request = GenerateRequest(number, prompts[number], SamplingParams(max_tokens=2))
+        harness.scheduler.add(request)
+    harness.run_dry()
+    assert plans[0].counts == [12], "the whole budget where no stream runs"
+    assert [plan.counts for plan in plans[1:4]] == [[1, 5], [1, 5], [1, 4, 1]]
+    # the tokens of both requests wait, then what is left of them
+    assert spread.asked[:3] == [(1, 23), (1, 18), (1, 13)]
+    for number, prompt in prompts.items():
+        most = 8 if number == 1 else 2
+        assert harness.answers[number] == expected_answer(prompt, most)
+
+
+@pytest.mark.parametrize("options", [{"chunked": False}, {"target_seconds": 0.5}])
+def test_whole_prompts_and_targets_have_budgets_of_their_own(options):
+    spread = FixedSpread()
+    harness = Harness(make_scheduler(rows=4, spread=spread, **options), 1)
+    for number in (1, 6):
+        prompt = [number] * 12
+        harness.scheduler.add(GenerateRequest(number, prompt, SamplingParams(max_tokens=4)))
+        harness.step()
+    harness.run_dry()
+    assert spread.asked == []
+    assert harness.answers == {n: expected_answer([n] * 12, 4) for n in (1, 6)}
+
+
+def test_the_queue_counts_the_tokens_that_wait():
+    scheduler = make_scheduler(rows=1)
+    for number, length in ((1, 5), (2, 7), (3, 9)):
+        scheduler.add(GenerateRequest(number, [4] * length, SamplingParams(max_tokens=2)))
+    queue = scheduler._waiting
+    assert queue.tokens == 21
+    scheduler.cancel(1)
+    harness = Harness(scheduler, 1)
+    harness.step()
+    assert queue.tokens == 9, "the second has started, and the cancelled one does not count"
+    harness.run_dry()
+    assert queue.tokens == 0

@@ -39,10 +39,11 @@ def test_collected_kernels_are_found_compiled(tmp_path):
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     found = json.loads(ended.stdout.splitlines()[-1])
-    kernels = ["_silu_gated", "_step_inputs", "_write_back"]
+    sampling = ["scan_parts", "weigh_parts", "scan_again", "_choose"]
+    kernels = ["_silu_gated", "_step_inputs", "_write_back", *sampling]
     assert found["collected"] == kernels, "each variant once, although it was launched more often"
     assert found["cached"] == dict.fromkeys(kernels, True)
-    assert found["reports"] == [[1, 4], [2, 4], [3, 4], [4, 4]]
+    assert found["reports"] == [[done, 8] for done in range(1, 9)]
     assert found["tokens"] == [0, 0, 0], "nothing was launched, and new memory was zero"
     assert "the kernel _missing could not be compiled ahead: AttributeError" in ended.stderr
 

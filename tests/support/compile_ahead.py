@@ -18,8 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from slipstream.kernels.gpu import activation, launch, step
-from slipstream.kernels.gpu.compilation.jobs import collect_jobs
+from slipstream.kernels.gpu.compilation.jobs import collect_jobs, fix_cache_keys
 from slipstream.kernels.gpu.compilation.pool import CompilePool
+from slipstream.kernels.gpu.sampling.draw import draw
+from slipstream.kernels.gpu.sampling.table import SamplingTable, Scratch
 
 
 class Driver:
@@ -43,11 +45,22 @@ def run_kernels() -> list[int]:
     tokens = torch.zeros(4, 8, dtype=torch.int64)
     ids, _ = step.step_inputs(rows, rows, tokens, torch.zeros(4, 2, dtype=torch.int32), 4)
     step.write_back(rows, rows, ids, tokens)
+    sample_tokens()
     return ids.tolist()
+
+
+def sample_tokens() -> None:
+    """Run kernels that share functions with each other."""
+    device = torch.device("cpu")
+    table = SamplingTable.empty(3, 100, device)
+    rows = torch.zeros(2, dtype=torch.int32)
+    tokens = torch.zeros(3, 8, dtype=torch.int64)
+    draw(torch.zeros(2, 100), rows, rows, tokens, table, Scratch.empty(3, 100, device))
 
 
 def main() -> None:
     triton.runtime.driver.set_active(Driver())  # type: ignore[arg-type]
+    fix_cache_keys()
     pool = CompilePool(2)
     with collect_jobs(pool.submit):
         tokens = run_kernels()

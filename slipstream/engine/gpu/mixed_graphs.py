@@ -31,6 +31,8 @@ from slipstream.kernels.gpu.step import step_inputs
 from slipstream.model.transformer import Step, Transformer
 
 MAX_PREFILLS = 16  # rows with several new tokens
+# Steps of up to this many tokens take as long as reading the weights does, so padding is free.
+_FREE_TOKENS = 256
 
 
 class MixedSize(NamedTuple):
@@ -146,6 +148,8 @@ class MixedGraphs:
         self.block_tokens = block_tokens
         self.resident_ctas = resident_ctas
         self._graphs: dict[MixedSize, CapturedMixed] = {}
+        # tokens of padding that take the GPU no longer than the host takes to launch a step
+        self.most_padding = sum(max(SIZES))
 
     def capture(self, pool: Any, progress: Callable[[int], None]) -> None:
         """Capture all sizes. `pool`: memory of other graphs, which never run at the same time."""
@@ -189,7 +193,8 @@ class MixedGraphs:
         return CapturedMixed(graph, buffers, result)
 
     def captured_size(self, counts: np.ndarray, logits: int) -> MixedSize | None:
-        """Return the smallest captured step for rows with these token counts, or None.
+        """Return the smallest captured step for rows with these token counts; None if there is none
+        or padding to its size takes too long.
 
         `logits`: the number of tokens whose logits are computed.
         """
@@ -198,11 +203,14 @@ class MixedGraphs:
         if len(counts) - decodes > MAX_PREFILLS:
             return None
         needed = max(decodes, logits - MAX_PREFILLS)
-        return min(
+        found = min(
             (size for size in self._graphs if size.decodes >= needed and size.tokens >= tokens),
             key=sum,
             default=None,
         )
+        if found is None or sum(found) - max(decodes + tokens, _FREE_TOKENS) > self.most_padding:
+            return None
+        return found
 
     def replay(
         self,

@@ -6,27 +6,31 @@ requests.
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import torch
 
 from slipstream.engine.gpu.graphs import batch_sizes
-from slipstream.engine.gpu.mixed_graphs import MAX_PREFILLS
 from slipstream.engine.gpu.runner import GpuRunner
 from slipstream.engine.loop import Progress, warm_up
-from slipstream.kernels.gpu.compilation.jobs import collect_jobs
+from slipstream.kernels.gpu.compilation.jobs import collect_jobs, fix_cache_keys
 from slipstream.kernels.gpu.compilation.pool import CompilePool
 from slipstream.kernels.gpu.prefill_tiles import LARGE_TILES_FROM
 
 # tokens of each prompt in a warm-up step with the full budget; more where there are few rows
 _WARM_UP_TOKENS = 1024
 
+# What a graph saves: the launch of a step by the host, as far as the GPU waits for it.
+_LAUNCH_SECONDS = 0.0005
 
-class WarmUpMemory(NamedTuple):
-    """GPU memory that was measured on the way."""
 
-    step_bytes: int  # of a step with the full budget
-    graph_bytes: int  # of captured steps
+class Measured(NamedTuple):
+    """What was measured on the way."""
+
+    step_bytes: int  # GPU memory of a step with the full budget
+    graph_bytes: int  # GPU memory of captured steps
+    tokens_per_second: float  # of prompts, in a step with the full budget
 
 
 class GpuWarmUp:
@@ -34,6 +38,7 @@ class GpuWarmUp:
         self, runner: GpuRunner, max_rows: int, step_tokens: int, longest: int, blocks: int
     ) -> None:
         """longest: tokens of the longest sequence; blocks: of the KV cache"""
+        fix_cache_keys()
         self._runner = runner
         self._max_rows = max_rows
         self._step_tokens = step_tokens
@@ -49,10 +54,9 @@ class GpuWarmUp:
             self._run_full_step()
             self._run_long_prompts()
             self._runner.run_captured_steps(self._max_rows)
-            self._run_many_prompts()
         compiler.wait(lambda done, total: progress("compiling kernels", done, total))
 
-    def run(self, progress: Progress) -> WarmUpMemory:
+    def run(self, progress: Progress) -> Measured:
         """Run a step of each kind, and capture CUDA graphs."""
         self._run_first_step()
         held = torch.cuda.memory_allocated()
@@ -60,28 +64,45 @@ class GpuWarmUp:
         self._run_full_step()
         step_bytes = torch.cuda.max_memory_allocated() - held
         self._run_long_prompts()
+        self._run_prompts()
         free, _ = torch.cuda.mem_get_info()
         self._runner.capture(
             self._max_rows, lambda done, total: progress("capturing decode steps", done, total)
         )
-        self._run_many_prompts()
         graph_bytes = max(0, free - torch.cuda.mem_get_info()[0])
-        return WarmUpMemory(step_bytes, graph_bytes)
+        tokens_per_second = self._time_full_step()
+        self._runner.mixed.most_padding = round(_LAUNCH_SECONDS * tokens_per_second)
+        return Measured(step_bytes, graph_bytes, tokens_per_second)
 
-    def _warm_up(self, tokens: int = 16, requests: int = 1, steps: int = 1) -> None:
+    def _warm_up(
+        self, tokens: int = 16, requests: int = 1, steps: int = 1, output: int = 2
+    ) -> None:
         vocab_size = self._runner.model.spec.vocab_size
-        warm_up(self._runner, vocab_size, self._blocks, self._longest, tokens, requests, steps)
+        warm_up(
+            self._runner, vocab_size, self._blocks, self._longest, tokens, requests, steps, output
+        )
 
     def _run_first_step(self) -> None:
         self._runner.model.prepare_gates()
         self._warm_up()
 
-    def _run_full_step(self) -> None:
-        """Run a step with the full budget."""
+    def _run_full_step(self) -> int:
+        """Run a step with the full budget, and a decode step; return the prompt tokens."""
         budget = self._step_tokens
         tokens = max(_WARM_UP_TOKENS, -(-budget // self._max_rows))
         each = max(1, min(self._longest - 2, budget, tokens))
-        self._warm_up(each, max(1, min(budget // each, self._max_rows)))
+        prompts = max(1, min(budget // each, self._max_rows))
+        self._warm_up(each, prompts)
+        return prompts * each
+
+    def _time_full_step(self) -> float:
+        """Return the prompt tokens per second of a step with the full budget. All kernels have run
+        before.
+        """
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        tokens = self._run_full_step()
+        return tokens / (time.perf_counter() - began)
 
     def _run_long_prompts(self) -> None:
         """Run long prompts, and prompts of several steps, which have kernels of their own."""
@@ -93,11 +114,7 @@ class GpuWarmUp:
         self._warm_up(tokens)
         self._warm_up(tokens, steps=2)
 
-    def _run_many_prompts(self) -> None:
-        """Run steps with many short prompts. Steps with fewer prompts are captured.
-
-        The library loads its kernels when they are first used.
-        """
-        for prompts in batch_sizes(self._max_rows):
-            if MAX_PREFILLS < prompts <= self._blocks:
-                self._warm_up(2, prompts)
+    def _run_prompts(self) -> None:
+        """Run prompts of many lengths. The library loads its kernels when they are first used."""
+        for tokens in batch_sizes(self._max_rows):
+            self._warm_up(2 * tokens, output=1)

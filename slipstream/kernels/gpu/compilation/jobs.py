@@ -7,11 +7,12 @@ disk, under the key by which the process that launches the kernel looks for it.
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from slipstream.kernels import gpu
 from slipstream.kernels.gpu import launch
 
-_PACKAGE = "slipstream.kernels.gpu"
 Place = list[int]  # of an argument
 
 
@@ -45,6 +46,21 @@ class CompileJob:
     @classmethod
     def from_json(cls, text: str) -> CompileJob:
         return cls(**json.loads(text))
+
+
+def fix_cache_keys() -> None:
+    """Load all kernels, and compute their keys in Triton's cache in a fixed order.
+
+    Triton's key of a kernel depends on which of the functions that it calls have a key already. So
+    without this, processes that launch kernels in different orders look for different keys.
+    """
+    for found in pkgutil.walk_packages(gpu.__path__, f"{gpu.__name__}."):
+        if found.name.startswith(__package__):
+            continue
+        for value in vars(import_module(found.name)).values():
+            function = value.function if isinstance(value, launch.CachedKernel) else value
+            if isinstance(function, triton.JITFunction):
+                _ = function.cache_key
 
 
 @contextmanager
@@ -76,9 +92,9 @@ def collect_jobs(found: Callable[[CompileJob], None]) -> Iterator[None]:
 
 def compile_job(job: CompileJob) -> None:
     """Compile a kernel into Triton's cache."""
-    if not job.module.startswith(f"{_PACKAGE}."):
-        raise ValueError(f"{job.module} is no module of {_PACKAGE}")
-    kernel = getattr(importlib.import_module(job.module), job.kernel)
+    if not job.module.startswith(f"{gpu.__name__}."):
+        raise ValueError(f"{job.module} is no module of {gpu.__name__}")
+    kernel = getattr(import_module(job.module), job.kernel)
     source = ASTSource(
         kernel.function,
         job.signature,

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import pkgutil
 import selectors
 import sys
 import time
-from importlib import import_module
 from typing import IO, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.kernels import gpu
-from slipstream.kernels.gpu.compilation.jobs import CompileJob, compile_job
+from slipstream.kernels.gpu.compilation.jobs import CompileJob, compile_job, fix_cache_keys
 
 
 @triton.jit
@@ -31,9 +28,7 @@ def _nothing():
 
 def prepare() -> None:
     """Load all kernels, and what the compiler loads and computes when it is first used."""
-    for module in pkgutil.walk_packages(gpu.__path__, f"{gpu.__name__}."):
-        if module.name != __name__:
-            import_module(module.name)
+    fix_cache_keys()
     triton.compile(ASTSource(_nothing, {}, {}, {}), target=GPUTarget("cuda", 90, 32))
 
 

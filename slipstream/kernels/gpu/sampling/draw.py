@@ -61,7 +61,7 @@ from slipstream.kernels.gpu.sampling.table import (
 )
 from slipstream.kernels.gpu.sampling.top_k import draw_from_kept, keep_top_k, list_groups
 
-_BLOCK = 512  # tokens that a CTA reads at a time
+_BLOCK = 1024  # tokens that a CTA reads at a time
 _CHUNK = 64  # groups that a CTA holds in registers
 
 

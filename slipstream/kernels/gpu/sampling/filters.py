@@ -91,9 +91,12 @@ def _mass_below(base, begin, end, limit, inverse, centre, typical, top, BLOCK: t
     `limit`.
     """
     mass = tl.zeros((BLOCK,), tl.float32)
+    first = begin + tl.arange(0, BLOCK)
+    following = tl.load(base + first, first < end, other=float("-inf")).to(tl.float32)
     for start in range(begin, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(base + at, at < end, other=float("-inf")).to(tl.float32)
+        x = following
+        ahead = start + BLOCK + tl.arange(0, BLOCK)
+        following = tl.load(base + ahead, ahead < end, other=float("-inf")).to(tl.float32)
         smaller = measure_of(x, inverse, centre, typical) < limit
         mass += tl.where(smaller, tl.exp(x * inverse - top), 0.0)
     return tl.sum(mass, 0)
@@ -244,7 +247,7 @@ def draw_from_parts(
         searching = (probability < 1.0) & (tested == 0)
         while searching:
             limit = measure_of(value, inverse, centre, typical)
-            mass = _mass_below(base, 0, vocab, limit, inverse, centre, typical, top, 8 * BLOCK)
+            mass = _mass_below(base, 0, vocab, limit, inverse, centre, typical, top, 16 * BLOCK)
             searching = _is_rejected(mass, probability, total)
             if searching:
                 unfit = measure_of(values, inverse, centre, typical) >= limit

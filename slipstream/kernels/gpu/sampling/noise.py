@@ -47,10 +47,10 @@ def _log2(x, FAST: tl.constexpr):
 def gumbel(tokens, key, FAST: tl.constexpr):
     """Return the noise of tokens (int32) in a row with this noise key: -log(-log(uniform))."""
     bits = _mix_32(_mix_32(tokens.to(tl.uint32, bitcast=True)) ^ key) >> 8
-    uniform = (bits.to(tl.float32) + 0.5) * 5.9604644775390625e-08
+    uniform = bits.to(tl.float32) * 5.9604644775390625e-08 + 2.98023223876953125e-08
     uniform = tl.minimum(uniform, 0.999999940395355224609375)
     # Near 1, where the largest noise comes from, a series is exact to the last bits.
     rest = 1.0 - uniform
-    series = 1.0 + rest * (0.5 + rest * (0.33333333 + rest * (0.25 + rest * (0.2 + rest / 6))))
-    exponential = tl.where(rest < 0.0625, rest * series, -0.69314718 * _log2(uniform, FAST))
+    series = rest + rest * rest * (0.5 + rest * (0.33333333 + rest * 0.25))
+    exponential = tl.where(rest < 0.03125, series, -0.69314718 * _log2(uniform, FAST))
     return -0.69314718 * _log2(exponential, FAST)

@@ -18,6 +18,7 @@ from slipstream.kernels.gpu.sampling.table import (
     TEMPERATURE,
     TOP_COUNT,
     TOP_K,
+    TYPICAL_P,
     read_field,
     read_real,
 )
@@ -39,6 +40,10 @@ PART_MASS = tl.constexpr(10)
 PART_NEXT = tl.constexpr(11)
 PART_NEXT_VALUE = tl.constexpr(12)
 PART_NEXT_TOKEN = tl.constexpr(13)
+
+# The largest logit of a lane that has seen none but -inf. It is finite: the difference of two of
+# them is 0.
+NO_TOP = tl.constexpr(-3.0e38)
 
 
 @triton.jit
@@ -68,30 +73,35 @@ def entropy_of_parts(parts, top, total, PARTS: tl.constexpr):
 
 
 @triton.jit
-def add_weight(scaled, top, total, moment):
-    """Add scaled logits to running sums of exp(scaled - top) and of its product with scaled - top,
-    lane by lane, with one exponential each.
+def add_weight(scaled, top, total):
+    """Add scaled logits to running sums of exp(scaled - top), lane by lane, with one exponential
+    each. `top` begins with NO_TOP, which is finite.
     """
-    infinity = float("inf")
-    # A lane that has seen no finite logit starts with this one.
-    rise = tl.where(top > -infinity, scaled - top, 0.0)
-    first = (top == -infinity) & (scaled > -infinity)
+    rise = scaled - top
+    weight = tl.exp(-tl.abs(rise))
+    total = tl.where(rise > 0, total * weight + 1.0, total + weight)
+    return tl.maximum(top, scaled), total
+
+
+@triton.jit
+def add_moment(scaled, top, total, moment):
+    """Add scaled logits to running sums of exp(scaled - top) * (scaled - top), lane by lane.
+
+    top, total: the sums of `add_weight` before these logits
+    """
+    rise = scaled - top
     weight = tl.exp(-tl.abs(rise))
     raised = (moment - rise * total) * weight
-    moment = tl.where(rise > 0, raised, moment + tl.where(scaled > -infinity, weight * rise, 0.0))
-    moment = tl.where(first, 0.0, moment)
-    total = tl.where(rise > 0, total * weight + 1.0, total + weight)
-    total = tl.where(first, 1.0, tl.where(top > -infinity, total, 0.0))
-    return tl.maximum(top, scaled), total, moment
+    # -inf adds nothing
+    return tl.where(rise > 0, raised, moment + tl.where(weight > 0, weight * rise, 0.0))
 
 
 @triton.jit
 def combine_lanes(top, total, moment):
     """Return one top, sum and moment for all lanes."""
     largest = tl.max(top, 0)
-    some = top > float("-inf")
-    shift = tl.where(some, top - largest, 0.0)
-    weight = tl.where(some, tl.exp(shift), 0.0)
+    shift = top - largest
+    weight = tl.exp(shift)
     moments = tl.sum(weight * (moment + shift * total), 0)
     return largest, tl.sum(weight * total, 0), moments
 
@@ -145,55 +155,61 @@ def scan_parts(
     )
     inverse = 1.0 / tl.where(draws, read_real(table, row, TEMPERATURE), 1.0)
     key = noise_key(table, row, tl.load(lengths + sample))
+    typical = read_real(table, row, TYPICAL_P) < 1.0
     base = logits + sample * stride
     infinity = float("inf")
     lowest = tl.full((BLOCK,), -infinity, tl.float32)
+    no_top = tl.full((BLOCK,), NO_TOP, tl.float32)
     zeros = tl.zeros((BLOCK,), tl.float32)
     best = lowest
     token = tl.full((BLOCK,), 0, tl.int32) + part * span
-    broken = tl.zeros((BLOCK,), tl.int32)
-    top = lowest
+    top = no_top
     total = zeros
     moment = zeros
     score = lowest
-    score_value = lowest
     score_token = token
-    raw_top = lowest
+    raw_top = no_top
     raw_sum = zeros
-    raw_moment = zeros
     end = tl.minimum((part + 1) * span, vocab)
+    first = part * span + tl.arange(0, BLOCK)
+    following = tl.load(base + first, first < end, other=-infinity).to(tl.float32)
     for begin in range(part * span, end, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         inside = at < end
-        x = tl.load(base + at, inside, other=-infinity).to(tl.float32)
-        broken = broken | (x != x).to(tl.int32)
+        x = following
+        # Read ahead, so that the reading and the arithmetic overlap.
+        following = tl.load(base + at + BLOCK, at + BLOCK < end, other=-infinity).to(tl.float32)
         if sums_raw:
-            raw_top, raw_sum, raw_moment = add_weight(x, raw_top, raw_sum, raw_moment)
+            raw_top, raw_sum = add_weight(x, raw_top, raw_sum)
         if masked:
             bits = tl.load(masks + row * words + at // 32, inside, other=0)
             allowed = (bits >> (at % 32)) & 1 != 0
-            x = tl.where(allowed, x, -infinity)
-            tl.store(base + at, x, inside & ~allowed)
+            tl.store(base + at, -infinity, inside & ~allowed)
+            # nan stays: the row's logits are broken
+            x = tl.where(allowed | (x != x), x, -infinity)
         token = tl.where(x > best, at, token)
-        best = tl.maximum(best, x)
+        best = tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL)
         if wants_groups:
             largest = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
             group = begin // GROUP + tl.arange(0, BLOCK // GROUP)
             tl.store(groups + sample * group_count + group, largest, group * GROUP < end)
         if draws:
             scaled = x * inverse
-            top, total, moment = add_weight(scaled, top, total, moment)
+            if typical:
+                moment = add_moment(scaled, top, total, moment)
+            top, total = add_weight(scaled, top, total)
             found = scaled + gumbel(at, key, FAST)
-            score_value = tl.where(found > score, x, score_value)
             score_token = tl.where(found > score, at, score_token)
             score = tl.maximum(found, score)
     place = parts + sample * PART_FIELDS * PARTS + part
-    largest, _, first = winner(best, best, token)
-    broken_lanes = tl.sum(broken, 0)
-    tl.store(place + PART_BEST * PARTS, tl.where(broken_lanes > 0, float("nan"), largest))
-    tl.store(place + PART_TOKEN * PARTS, first.to(tl.float32, bitcast=True))
+    largest, _, best_token = winner(best, best, token)
+    broken = tl.sum((best != best).to(tl.int32), 0) > 0
+    tl.store(place + PART_BEST * PARTS, tl.where(broken, float("nan"), largest))
+    # A row of nan has no best token, but the next step may read one.
+    best_token = tl.minimum(best_token, vocab - 1)
+    tl.store(place + PART_TOKEN * PARTS, best_token.to(tl.float32, bitcast=True))
     if sums_raw:
-        sum_top, sum_total, _ = combine_lanes(raw_top, raw_sum, raw_moment)
+        sum_top, sum_total, _ = combine_lanes(raw_top, raw_sum, zeros)
         tl.store(place + PART_RAW_TOP * PARTS, sum_top)
         tl.store(place + PART_RAW_SUM * PARTS, sum_total)
     if draws:
@@ -201,7 +217,9 @@ def scan_parts(
         tl.store(place + PART_TOP * PARTS, sum_top)
         tl.store(place + PART_SUM * PARTS, sum_total)
         tl.store(place + PART_MOMENT * PARTS, sum_moment)
-        best_score, best_value, best_token = winner(score, score_value, score_token)
+        best_score, _, drawn = winner(score, score, score_token)
+        drawn = tl.minimum(drawn, vocab - 1)
         tl.store(place + PART_SCORE * PARTS, best_score)
-        tl.store(place + PART_SCORE_VALUE * PARTS, best_value)
-        tl.store(place + PART_SCORE_TOKEN * PARTS, best_token.to(tl.float32, bitcast=True))
+        # a token that was drawn is not masked, so its logit is still the one that was read
+        tl.store(place + PART_SCORE_VALUE * PARTS, tl.load(base + drawn).to(tl.float32))
+        tl.store(place + PART_SCORE_TOKEN * PARTS, drawn.to(tl.float32, bitcast=True))
