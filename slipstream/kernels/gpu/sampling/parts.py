@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu.launch import CachedKernel, wait_and_trigger
-from slipstream.kernels.gpu.sampling.noise import gumbel, noise_key
+from slipstream.kernels.gpu.sampling.noise import exp, gumbel, noise_key
 from slipstream.kernels.gpu.sampling.table import (
     ADJUSTS,
     DRAWS,
@@ -73,12 +73,12 @@ def entropy_of_parts(parts, top, total, PARTS: tl.constexpr):
 
 
 @triton.jit
-def add_weight(scaled, top, total):
+def add_weight(scaled, top, total, FAST: tl.constexpr):
     """Add scaled logits to running sums of exp(scaled - top), lane by lane, with one exponential
     each. `top` begins with NO_TOP, which is finite.
     """
     rise = scaled - top
-    weight = tl.exp(-tl.abs(rise))
+    weight = exp(-tl.abs(rise), FAST)
     total = tl.where(rise > 0, total * weight + 1.0, total + weight)
     return tl.maximum(top, scaled), total
 
@@ -180,7 +180,7 @@ def scan_parts(
         # Read ahead, so that the reading and the arithmetic overlap.
         following = tl.load(base + at + BLOCK, at + BLOCK < end, other=-infinity).to(tl.float32)
         if sums_raw:
-            raw_top, raw_sum = add_weight(x, raw_top, raw_sum)
+            raw_top, raw_sum = add_weight(x, raw_top, raw_sum, FAST)
         if masked:
             bits = tl.load(masks + row * words + at // 32, inside, other=0)
             allowed = (bits >> (at % 32)) & 1 != 0
@@ -197,7 +197,7 @@ def scan_parts(
             scaled = x * inverse
             if typical:
                 moment = add_moment(scaled, top, total, moment)
-            top, total = add_weight(scaled, top, total)
+            top, total = add_weight(scaled, top, total, FAST)
             found = scaled + gumbel(at, key, FAST)
             score_token = tl.where(found > score, at, score_token)
             score = tl.maximum(found, score)
