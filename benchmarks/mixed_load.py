@@ -5,7 +5,8 @@
 
 Streams decode all the time, and a prompt arrives `--rate` times a second, or as soon as the last
 one has ended. Random weights, greedy, no reuse, through the offline engine. One engine runs all
-targets; "off" is no target: a step then takes as many prompt tokens as the token budget allows.
+targets; "off" is no target, the default: prompts are spread over steps on a GPU, and take the whole
+token budget on a CPU.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from random_models import SHAPES, random_tensors
+from gpu import start
+from random_models import SHAPES
 
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.messages import StepOutputs
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
-from slipstream.engine.start import create_engine
-from slipstream.engine.step_budget import StepBudget
+from slipstream.engine.step_budget import PromptLimits, StepBudget
 from slipstream.model.spec import ModelSpec
 
 TINY = ModelSpec("LlamaForCausalLM", 2048, 256, 4, 8, 4, 32, 704, 8192)
@@ -173,13 +174,14 @@ def main() -> None:
     spec = TINY if options.shape == "tiny" else SHAPES[options.shape]
     longest = options.prompt + STREAM_TOKENS
     settings = EngineSettings(
+        dtype="bfloat16" if options.device == "cuda" else "float32",
         device=options.device,
         max_rows=2 * options.streams,
         max_sequence_tokens=longest,
         cache_tokens=2 * options.streams * STREAM_TOKENS + 4 * longest,
         reuse=False,
     )
-    loop = create_engine(spec, random_tensors(spec, device=options.device), settings, longest)
+    loop = start(spec, settings)
     print(
         f"{options.shape} on {loop.info.device}, {options.streams} streams, prompts of "
         f"{options.prompt} tokens, "
@@ -190,9 +192,8 @@ def main() -> None:
     for text in options.targets.split(","):
         target = None if text == "off" else float(text)
         scheduler = loop.scheduler
-        scheduler.step_budget = (
-            None if target is None else StepBudget(target / 1e3, scheduler.step_tokens)
-        )
+        budget = None if target is None else StepBudget(target / 1e3, scheduler.step_tokens)
+        scheduler.prompt_limits = PromptLimits(budget, scheduler.prompt_limits.spread)
         found = Load(loop, options).run(options.seconds)
         print(line(target, found, options.seconds, options.prompt), flush=True)
     if options.device == "cuda":

@@ -28,7 +28,7 @@ from slipstream.engine.row_block_manager import RowBlockManager
 from slipstream.engine.settings import Policy
 from slipstream.engine.speculation import DraftProposer, propose_draft_tokens
 from slipstream.engine.statistics import Counters, QueueTimes, to_timing
-from slipstream.engine.step_budget import PromptSpread, StepBudget, StepWork
+from slipstream.engine.step_budget import PromptLimits
 from slipstream.engine.waiting import (
     WaitingQueue,
     release_dependents,
@@ -53,13 +53,11 @@ class Scheduler:
         adapters: AdapterCache | None = None,
         window: Window | None = None,
         revision_threads: int = 0,
-        target_seconds: float | None = None,
-        spread: PromptSpread | None = None,
+        prompt_limits: PromptLimits | None = None,
     ) -> None:
         """revision_threads: threads that revise outputs beside the steps; 0: no threads
 
-        target_seconds: the time that a step with running streams may take; None: any
-        spread: limits the prompt tokens beside running streams where there is no target
+        prompt_limits: limits the prompt tokens beside running streams, if prompts are in chunks
         """
         self.blocks = blocks
         # Without chunks a whole prompt must fit one step.
@@ -84,8 +82,7 @@ class Scheduler:
         self._counters = Counters()
         self._queue_times = QueueTimes(clock)
         self._revisions = Revisions(revision_threads) if revision_threads else None
-        self.step_budget = StepBudget(target_seconds, self.step_tokens) if target_seconds else None
-        self._spread = spread if chunked and target_seconds is None else None
+        self.prompt_limits = prompt_limits if chunked and prompt_limits else PromptLimits()
         self._results = ResultHandler(
             self._outputs, self._counters, self._finish, self._drop, self._revisions
         )
@@ -163,7 +160,7 @@ class Scheduler:
         plan = StepPlan(step=self._counters.steps)
         self._waiting.push(*self._adapters.begin_step(plan.step))
         preemptions = self._counters.preemptions
-        began = self._clock() if self.step_budget is not None else 0.0
+        began = self._clock()
         self._manager.begin_plan()
         budget = self._plan_running(plan, self.step_tokens)
         # Admit no request in a step that preempted: the freed blocks belong to the requests that
@@ -174,8 +171,7 @@ class Scheduler:
             return None
         plan.saves = self.blocks.host.take_saves()
         self._adapters.complete_plan(plan)
-        if self.step_budget is not None:
-            self.step_budget.begin(plan, began)
+        self.prompt_limits.begin(plan, began)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
@@ -183,8 +179,7 @@ class Scheduler:
         index = 0
         results = self._results
         results.now = self._clock()
-        if self.step_budget is not None:
-            self.step_budget.end(plan, results.now)
+        self.prompt_limits.end(plan, results.now)
         self._adapters.plan_returned(plan)
         by_epoch = self._manager.by_epoch
         block_tokens = self.blocks.block_tokens
@@ -234,8 +229,7 @@ class Scheduler:
         the others are preempted.
         """
         self._adapters.plan_returned(plan)
-        if self.step_budget is not None:
-            self.step_budget.abandon(plan)
+        self.prompt_limits.abandon(plan)
         affected: list[tuple[int, Request]] = []  # (tokens in the plan, request)
         for row, epoch, count in zip(plan.rows, plan.epochs, plan.counts, strict=True):
             request = self._manager.by_epoch.get((row, epoch))
@@ -296,25 +290,14 @@ class Scheduler:
                 budget -= self._schedule_up_to(plan, request, 1, max(1, budget - still_to_schedule))
         longer.sort(key=lambda r: (-r.submitted.priority, r.arrival))
         if len(longer) < len(self._manager.running):
-            budget = min(budget, self._prompt_budget(plan, longer))
+            position = longer[0].scheduled if longer else 0
+            backlog = self._waiting.tokens + sum(request.deficit for request in longer)
+            budget = self.prompt_limits.prompt_tokens(plan, position, backlog, budget)
         for request in longer:
             budget -= self._schedule_up_to(
                 plan, request, self._chunk(request.deficit, budget), budget
             )
         return budget
-
-    def _prompt_budget(self, plan: StepPlan, longer: list[Request]) -> int:
-        """Return how many prompt tokens to compute beside the streams that are in the plan.
-
-        longer: running requests whose prompts are not computed
-        """
-        if self.step_budget is not None:
-            position = longer[0].scheduled if longer else 0
-            return self.step_budget.prompt_tokens(StepWork.of(plan), position)
-        if self._spread is not None:
-            backlog = self._waiting.tokens + sum(request.deficit for request in longer)
-            return self._spread.prompt_tokens(plan.tokens, backlog)
-        return self.step_tokens
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         while budget > 0:

@@ -22,7 +22,7 @@ from slipstream.engine.messages import EngineInfo
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settings import EngineSettings
-from slipstream.engine.step_budget import PromptSpread
+from slipstream.engine.step_budget import PromptLimits, PromptSpread, StepBudget
 from slipstream.kernels import packed_cache
 from slipstream.kernels.options import KernelOptions
 from slipstream.model.position import rotary_size
@@ -239,9 +239,17 @@ def _create_scheduler(
         adapters=adapters,
         window=Window.from_rules((layer.rule for layer in model.layers), sizes.longest),
         revision_threads=_REVISION_THREADS if sizes.device.type == "cuda" else 0,
-        target_seconds=None if settings.target_itl_ms is None else settings.target_itl_ms / 1000,
-        spread=PromptSpread(tokens_per_second) if tokens_per_second else None,
+        prompt_limits=_prompt_limits(settings, sizes.step_tokens, tokens_per_second),
     )
+
+
+def _prompt_limits(
+    settings: EngineSettings, step_tokens: int, tokens_per_second: float
+) -> PromptLimits:
+    target = None
+    if settings.target_itl_ms is not None:
+        target = StepBudget(settings.target_itl_ms / 1000, step_tokens)
+    return PromptLimits(target, PromptSpread(tokens_per_second) if tokens_per_second else None)
 
 
 def usable_cores() -> int:

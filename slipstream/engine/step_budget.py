@@ -1,8 +1,8 @@
 """How many prompt tokens a step may compute beside running streams. No torch and no clock here: the
 budget depends on the plans and times that it was given.
 
-Every token of a stream waits for the whole step. `PromptSpread` spreads prompts over steps. With a
-target for the time between tokens, `StepBudget` predicts the time of a step from its work by a
+Every token of a stream waits for the whole step. `PromptSpread` spreads prompts over steps. For a
+target of the time between tokens, `StepBudget` predicts the time of a step from its work by a
 linear model, which is fitted to the steps so far:
 
     seconds = a + b * decode rows + c * their context + d * prompt tokens + e * attended pairs
@@ -49,7 +49,7 @@ _TILE_TOKENS = 128
 
 
 class PromptSpread:
-    """The budget of steps with running streams on a GPU, without a target.
+    """The budget of steps with running streams on a GPU.
 
     A step of a large model with the full budget delays its streams by a fifth of a second. Prompts
     that are spread over more steps delay them less, and take hardly longer: a step that computes
@@ -107,7 +107,7 @@ def _pairs(position: int, count: int) -> int:
 
 
 class StepBudget:
-    """The token budget of steps in which streams run."""
+    """The token budget of steps in which streams run, for a target."""
 
     def __init__(self, target_seconds: float, most_tokens: int) -> None:
         """most_tokens: the budget of a step without running streams"""
@@ -214,3 +214,40 @@ class StepTimeModel:
             )
             rest = self._right[row] - others + own * self.coefficients[row]
             self.coefficients[row] = max(0.0, rest / own)
+
+
+class PromptLimits:
+    """What limits the prompt tokens of a step with running streams: both, one or neither."""
+
+    def __init__(
+        self, target: StepBudget | None = None, spread: PromptSpread | None = None
+    ) -> None:
+        self._target = target
+        self.spread = spread
+
+    def prompt_tokens(self, plan: StepPlan, position: int, backlog: int, budget: int) -> int:
+        """Return how many prompt tokens to compute beside the streams of a plan.
+
+        position: where the first of them begins; backlog: prompt tokens that wait; budget: what is
+        left of the step
+        """
+        if self.spread is not None:
+            budget = min(budget, self.spread.prompt_tokens(plan.tokens, backlog))
+        if self._target is not None:
+            budget = min(budget, self._target.prompt_tokens(StepWork.of(plan), position))
+        return budget
+
+    def begin(self, plan: StepPlan, now: float) -> None:
+        """Take note of a plan. `now`: when its planning began."""
+        if self._target is not None:
+            self._target.begin(plan, now)
+
+    def end(self, plan: StepPlan, now: float) -> None:
+        """Take note of a result, which arrived at `now`."""
+        if self._target is not None:
+            self._target.end(plan, now)
+
+    def abandon(self, plan: StepPlan) -> None:
+        """Forget a plan that was not carried out."""
+        if self._target is not None:
+            self._target.abandon(plan)

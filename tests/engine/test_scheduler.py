@@ -3,12 +3,13 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_harness import END, Harness, expected_answer, make_scheduler, next_token
+from scheduler_harness import END, Harness, SmallSpread, expected_answer, make_scheduler, next_token
 
 from slipstream.engine.blocks import NULL_BLOCK, BlockPool, hash_block, root_hash
 from slipstream.engine.cache.window import Window
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.engine.step_budget import PromptLimits, StepBudget
 
 prompts = st.lists(
     st.integers(0, 3), min_size=1, max_size=30
@@ -33,16 +34,17 @@ events = st.lists(
     st.integers(1, 2),
     st.integers(17, 30),
     st.sampled_from([None, 0.05]),
+    st.sampled_from([None, SmallSpread()]),
 )
 def test_any_traffic_gives_the_expected_tokens_and_releases_every_block(
-    story, policy, reuse, chunked, depth, blocks, target
+    story, policy, reuse, chunked, depth, blocks, target, spread
 ):
     scheduler = make_scheduler(
         blocks=blocks,
         policy=policy,
         reuse=reuse,
         chunked=chunked,
-        target_seconds=target if chunked else None,
+        prompt_limits=PromptLimits(StepBudget(target, 16) if target else None, spread),
     )
     harness = Harness(scheduler, depth)
     submitted: dict[int, tuple[list[int], int]] = {}

@@ -7,7 +7,13 @@ from slipstream.engine.plan import StepPlan
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
-from slipstream.engine.step_budget import PromptSpread, StepBudget, StepTimeModel, StepWork
+from slipstream.engine.step_budget import (
+    PromptLimits,
+    PromptSpread,
+    StepBudget,
+    StepTimeModel,
+    StepWork,
+)
 
 MOST = 8192
 
@@ -129,6 +135,10 @@ def test_a_step_planned_while_another_runs_lasts_from_result_to_result():
     assert budgets[0].prompt_tokens(decodes, 0) == budgets[1].prompt_tokens(decodes, 0)
 
 
+def with_target(seconds: float) -> PromptLimits:
+    return PromptLimits(StepBudget(seconds, 64))
+
+
 class TimedHarness(Harness):
     """A harness whose clock advances by the time of each step on the device of `seconds_of`."""
 
@@ -149,7 +159,7 @@ class TimedHarness(Harness):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_long_prompt_beside_a_stream_is_computed_in_chunks(depth):
     # 2 ms and 10 µs for each of 12 tokens: 2.15 ms are a few tokens, all 32 take too long
-    harness = TimedHarness(Clock(), depth, budget=64, target_seconds=0.0024, blocks=64)
+    harness = TimedHarness(Clock(), depth, budget=64, prompt_limits=with_target(0.0024), blocks=64)
     prompt = [token % 5 for token in range(40)]
     harness.scheduler.add(GenerateRequest(0, [1, 2, 3], SamplingParams(max_tokens=40)))
     for _ in range(4):
@@ -166,7 +176,7 @@ def test_a_long_prompt_beside_a_stream_is_computed_in_chunks(depth):
 
 
 def test_a_prompt_without_running_streams_takes_the_full_budget():
-    harness = TimedHarness(Clock(), 1, budget=64, target_seconds=0.001, blocks=64)
+    harness = TimedHarness(Clock(), 1, budget=64, prompt_limits=with_target(0.001), blocks=64)
     harness.scheduler.add(GenerateRequest(0, [1] * 40, SamplingParams(max_tokens=2)))
     harness.run_dry()
     assert harness.plans[0].counts == [40]
@@ -214,7 +224,9 @@ class FixedSpread(PromptSpread):
 
 def test_a_scheduler_spreads_prompts_only_beside_streams():
     spread = FixedSpread()
-    harness = Harness(make_scheduler(budget=16, rows=4, spread=spread), 1)
+    harness = Harness(
+        make_scheduler(budget=16, rows=4, prompt_limits=PromptLimits(spread=spread)), 1
+    )
     plans: list[StepPlan] = []
     run = harness.device.run
     harness.device.run = lambda plan: (plans.append(plan), run(plan))[1]
@@ -234,10 +246,10 @@ def test_a_scheduler_spreads_prompts_only_beside_streams():
         assert harness.answers[number] == expected_answer(prompt, most)
 
 
-@pytest.mark.parametrize("options", [{"chunked": False}, {"target_seconds": 0.5}])
-def test_whole_prompts_and_targets_have_budgets_of_their_own(options):
+def test_whole_prompts_are_not_spread():
     spread = FixedSpread()
-    harness = Harness(make_scheduler(rows=4, spread=spread, **options), 1)
+    limits = PromptLimits(spread=spread)
+    harness = Harness(make_scheduler(rows=4, chunked=False, prompt_limits=limits), 1)
     for number in (1, 6):
         prompt = [number] * 12
         harness.scheduler.add(GenerateRequest(number, prompt, SamplingParams(max_tokens=4)))
@@ -245,6 +257,19 @@ def test_whole_prompts_and_targets_have_budgets_of_their_own(options):
     harness.run_dry()
     assert spread.asked == []
     assert harness.answers == {n: expected_answer([n] * 12, 4) for n in (1, 6)}
+
+
+def test_the_smaller_of_two_limits_counts():
+    plan = plan_of(1, 32)
+    loose = StepBudget(10.0, MOST)
+    feed(loose, [plan_of(step, 32, 4096) for step in range(2, 12)], Clock())
+    tight = StepBudget(0.001, MOST)
+    spread = PromptSpread(50_000.0)
+    assert loose.prompt_tokens(StepWork.of(plan), 0) == MOST
+    assert PromptLimits(loose, spread).prompt_tokens(plan, 0, 0, MOST) == 2048 - 32
+    assert PromptLimits(tight, spread).prompt_tokens(plan, 0, 0, MOST) == 256
+    assert PromptLimits(tight, spread).prompt_tokens(plan, 0, 0, 100) == 100
+    assert PromptLimits().prompt_tokens(plan, 0, 0, MOST) == MOST
 
 
 def test_the_queue_counts_the_tokens_that_wait():

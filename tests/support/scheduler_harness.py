@@ -12,6 +12,7 @@ from slipstream.engine.plan import StepPlan, StepResult
 from slipstream.engine.request import Revision
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scheduler import Scheduler
+from slipstream.engine.step_budget import PromptSpread
 
 END = 3
 VOCABULARY = 50
@@ -198,6 +199,16 @@ class Device:
             return list(range(position + count))
         oldest = max(0, position - self.window.tokens + 1)
         return sorted({*range(min(self.window.sinks, position)), *range(oldest, position + count)})
+
+
+class SmallSpread(PromptSpread):
+    """Computes one to five prompt tokens beside streams."""
+
+    def __init__(self) -> None:
+        super().__init__(tokens_per_second=1.0)
+
+    def prompt_tokens(self, streams: int, backlog: int) -> int:
+        return 1 + (streams + backlog) % 5
 
 
 class Harness:

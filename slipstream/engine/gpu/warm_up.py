@@ -50,9 +50,9 @@ class GpuWarmUp:
         Triton's cache when it launches them.
         """
         with collect_jobs(compiler.submit):
+            self._run_long_prompts()  # their kernels take longest to compile
             self._run_first_step()
             self._run_full_step()
-            self._run_long_prompts()
             self._runner.run_captured_steps(self._max_rows)
         compiler.wait(lambda done, total: progress("compiling kernels", done, total))
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver
 from triton.compiler import ASTSource
 
 from slipstream.kernels import gpu
@@ -105,7 +106,10 @@ def compile_job(job: CompileJob) -> None:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in job.options.items()
     }
-    triton.compile(source, target=GPUTarget(*job.target), options=options)
+    compiled = triton.compile(source, target=GPUTarget(*job.target), options=options)
+    if hasattr(driver, "make_launcher"):
+        # This Triton has a C function for each kernel that launches it. It is in the cache, too.
+        driver.CudaLauncher(compiled.src, compiled.metadata)
 
 
 def _job(function: Any, given: dict[str, Any]) -> CompileJob | None:
