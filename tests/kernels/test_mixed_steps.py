@@ -10,7 +10,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels below are defined
 
-from slipstream.engine.gpu.mixed_graphs import MixedBuffers
+from slipstream.engine.gpu.mixed_graphs import (
+    SIZES,
+    MixedBuffers,
+    MixedGraphs,
+    MixedSize,
+    sizes_to_capture,
+)
 from slipstream.kernels.gpu import decode_attention
 from slipstream.kernels.gpu.decode_chunks import (
     Chunk,
@@ -25,8 +31,7 @@ PADDING = 99
 
 def filled(rows, positions, counts, wanted):
     buffers = MixedBuffers(
-        4,
-        16,
+        MixedSize(4, 16),
         kv_heads=2,
         resident_ctas=ResidentCtas(2),
         padding_row=PADDING,
@@ -171,3 +176,32 @@ def test_room_for_many_one_warp_rows_that_are_all_cut():
 )
 def test_packed_decode_uses_one_warp_under_load(load, one_warp, warps):
     assert decode_attention._packed_tuning(load, one_warp)["num_warps"] == warps
+
+
+def test_large_steps_are_captured_only_for_fast_models():
+    assert sizes_to_capture(0) == SIZES
+    assert sizes_to_capture(1152) == [*SIZES, MixedSize(128, 1024, 32), MixedSize(512, 512, 32)]
+    assert max(size.total for size in sizes_to_capture(10_000)) == 2560
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prompts", "logits", "padding", "expected"),
+    [
+        (0, [64], 1, 640, (16, 64)),
+        (17, [30, 30], 19, 640, (128, 64)),
+        (16, [30] * 17, 33, 640, None),  # too many prompts
+        (0, [300], 33, 640, (128, 512)),  # logits of more tokens than 16 rows and 16 prompts have
+        (0, [600], 1, 640, None),  # too many tokens
+        (129, [64], 130, 640, None),  # too many streams
+        (16, [64], 17, 0, (16, 64)),  # nothing is padded
+        (64, [448], 65, 24, None),  # 128 tokens of padding take too long
+        (64, [448], 65, 128, (128, 512)),
+        (20, [64], 21, 0, (128, 64)),  # reading the weights takes longer than the padding
+    ],
+)
+def test_a_step_takes_the_smallest_captured_size(decodes, prompts, logits, padding, expected):
+    graphs = MixedGraphs.__new__(MixedGraphs)
+    graphs._graphs = dict.fromkeys(SIZES)
+    graphs.most_padding = padding
+    found = graphs.captured_size(np.array([1] * decodes + prompts), logits)
+    assert (None if found is None else found[:2]) == expected

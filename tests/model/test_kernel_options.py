@@ -55,24 +55,30 @@ def test_mixed_graphs_off_captures_decode_steps_only(mixed, total):
     pytest.importorskip("triton")
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
-    from slipstream.engine.gpu.mixed_graphs import SIZES
     from slipstream.engine.gpu.runner import GpuRunner
 
     class Graphs:
         pool = "pool"
+        logits = "memory"
+        captures = 0
 
-        def __init__(self, count):
-            self.count = count
-            self.captures = 0
-
-        def capture(self, _, progress):
+        def capture(self, largest, progress, logit_rows):
+            assert (largest, logit_rows) == (4, 144 if mixed else 0)
             self.captures += 1
-            progress(self.count)
+            progress(3)
+
+    class Mixed:
+        captures = 0
+
+        def capture(self, sizes, pool, logits, progress):
+            assert (pool, logits) == ("pool", "memory")
+            self.captures += 1
+            progress(len(sizes))
 
     runner = GpuRunner.__new__(GpuRunner)
     runner.model = SimpleNamespace(options=KernelOptions(mixed_graphs=mixed))
-    runner.graphs = Graphs(3)
-    runner.mixed = Graphs(len(SIZES))
+    runner.graphs = Graphs()
+    runner.mixed = Mixed()
     reports = []
     runner.capture(4, lambda done, total: reports.append((done, total)))
     assert runner.graphs.captures == 1

@@ -154,11 +154,12 @@ class DecodeGraphs:
         # graphs with adapters, captured when first needed
         self._adapter_graphs: dict[int, CapturedDecode] = {}
         self.pool: Any = None  # torch's handle to the memory that the graphs share
-        self.logits: Tensor | None = None  # [largest, vocab]: the output of every graph
+        # [rows, vocab]: the output of every graph
+        self.logits: Tensor | None = None
 
-    def capture(self, largest: int, progress: Callable[[int], None]) -> None:
-        """Capture steps of up to `largest` rows."""
-        shape = (largest, self.model.spec.vocab_size)
+    def capture(self, largest: int, progress: Callable[[int], None], logit_rows: int = 0) -> None:
+        """Capture steps of up to `largest` rows. logit_rows: rows of logits that others need"""
+        shape = (max(largest, logit_rows), self.model.spec.vocab_size)
         self.logits = torch.empty(shape, dtype=torch.float32, device=self.rows.device)
         # The largest comes first: the others fit into its memory.
         for done, size in enumerate(reversed(batch_sizes(largest))):

@@ -8,7 +8,7 @@ so that everything a kernel may read has been computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,22 +30,44 @@ from slipstream.kernels.gpu.prefill_tiles import QUERY_TILE, cut_tiles
 from slipstream.kernels.gpu.step import step_inputs
 from slipstream.model.transformer import Step, Transformer
 
-MAX_PREFILLS = 16  # rows with several new tokens
 # Steps of up to this many tokens take as long as reading the weights does, so padding is free.
 _FREE_TOKENS = 256
 
 
 class MixedSize(NamedTuple):
-    """The size of a captured step. A larger one takes the GPU longer than its launch."""
+    """The size of a captured step."""
 
     decodes: int  # rows with one new token
     tokens: int  # tokens of rows with several
+    prompts: int = 16  # rows with several
+
+    @property
+    def total(self) -> int:
+        return self.decodes + self.tokens
+
+    @property
+    def logits(self) -> int:
+        """The number of tokens whose logits are computed."""
+        return self.decodes + self.prompts
 
 
 SIZES = [
     *(MixedSize(16, tokens) for tokens in (64, 128, 256, 512)),
     *(MixedSize(128, tokens) for tokens in (64, 128, 256, 512)),
 ]
+# for models whose steps take the GPU less time than the host
+_LARGE_SIZES = [
+    *(MixedSize(128, tokens, 32) for tokens in (1024, 2048)),
+    *(MixedSize(512, tokens, 32) for tokens in (512, 1024, 2048)),
+]
+
+
+def sizes_to_capture(fast_tokens: int) -> list[MixedSize]:
+    """Return the sizes to capture.
+
+    fast_tokens: tokens of a step that the GPU computes in the time of its launch
+    """
+    return SIZES + [size for size in _LARGE_SIZES if size.total <= fast_tokens]
 
 
 class MixedBuffers:
@@ -55,25 +77,23 @@ class MixedBuffers:
 
     def __init__(
         self,
-        decodes: int,
-        tokens: int,
+        size: MixedSize,
         kv_heads: int,
         resident_ctas: ResidentCtas,
         padding_row: int,
         device: torch.device,
     ) -> None:
-        self.decodes = decodes
-        self.tokens = tokens
+        self.decodes, self.tokens, prompts = size
         self.kv_heads = kv_heads
         self.resident_ctas = resident_ctas
         self.padding_row = padding_row
-        tiles = tokens // QUERY_TILE + MAX_PREFILLS + 1
+        tiles = self.tokens // QUERY_TILE + prompts + 1
         sizes = StepArrays(
-            rows=decodes + tokens,
-            positions=decodes + tokens,
+            rows=size.total,
+            positions=size.total,
             lengths=0,
-            logit_tokens=decodes + MAX_PREFILLS,
-            chunks=max_chunks(decodes, kv_heads, resident_ctas) * CHUNK_FIELDS,
+            logit_tokens=size.logits,
+            chunks=max_chunks(self.decodes, kv_heads, resident_ctas) * CHUNK_FIELDS,
             tile_token=tiles,
             tile_position=tiles,
             tile_queries=tiles,
@@ -149,31 +169,30 @@ class MixedGraphs:
         self.resident_ctas = resident_ctas
         self._graphs: dict[MixedSize, CapturedMixed] = {}
         # tokens of padding that take the GPU no longer than the host takes to launch a step
-        self.most_padding = sum(max(SIZES))
+        self.most_padding = max(size.total for size in SIZES)
 
-    def capture(self, pool: Any, progress: Callable[[int], None]) -> None:
-        """Capture all sizes. `pool`: memory of other graphs, which never run at the same time."""
-        logits = self._new_logits()
-        for done, size in enumerate(reversed(SIZES)):
-            self._graphs[size] = self._capture(size, pool, logits)
+    def capture(
+        self,
+        sizes: Sequence[MixedSize],
+        pool: Any,
+        logits: Tensor,
+        progress: Callable[[int], None],
+    ) -> None:
+        """Capture steps. pool, logits: memory of other graphs, which never run at the same time"""
+        for done, size in enumerate(reversed(sizes)):
+            self._graphs[size] = self._capture(size, pool, logits[: size.logits])
             progress(done + 1)
 
     def run_all(self) -> None:
-        """Run the steps that `capture` captures."""
-        logits = self._new_logits()
+        """Run the steps that are captured for every model."""
         for size in SIZES:
-            self._run(self._buffers(size), logits[: size.decodes + MAX_PREFILLS])
-
-    def _new_logits(self) -> Tensor:
-        """Return memory for the logits of every graph."""
-        largest = max(size.decodes for size in SIZES)
-        shape = (largest + MAX_PREFILLS, self.model.spec.vocab_size)
-        return torch.empty(shape, dtype=torch.float32, device=self.rows.device)
+            shape = (size.logits, self.model.spec.vocab_size)
+            logits = torch.empty(shape, dtype=torch.float32, device=self.rows.device)
+            self._run(self._buffers(size), logits)
 
     def _buffers(self, size: MixedSize) -> MixedBuffers:
         buffers = MixedBuffers(
-            size.decodes,
-            size.tokens,
+            size,
             self.model.spec.kv_heads,
             self.resident_ctas,
             self.rows.padding_row,
@@ -185,11 +204,7 @@ class MixedGraphs:
 
     def _capture(self, size: MixedSize, pool: Any, logits: Tensor) -> CapturedMixed:
         buffers = self._buffers(size)
-        graph, result = record(
-            lambda: self._run(buffers, logits[: size.decodes + MAX_PREFILLS]),
-            size.decodes + size.tokens,
-            pool,
-        )
+        graph, result = record(lambda: self._run(buffers, logits), size.total, pool)
         return CapturedMixed(graph, buffers, result)
 
     def captured_size(self, counts: np.ndarray, logits: int) -> MixedSize | None:
@@ -200,15 +215,17 @@ class MixedGraphs:
         """
         decodes = int((counts == 1).sum())
         tokens = int(counts.sum()) - decodes
-        if len(counts) - decodes > MAX_PREFILLS:
-            return None
-        needed = max(decodes, logits - MAX_PREFILLS)
-        found = min(
-            (size for size in self._graphs if size.decodes >= needed and size.tokens >= tokens),
-            key=sum,
-            default=None,
+        prompts = len(counts) - decodes
+        fitting = (
+            size
+            for size in self._graphs
+            if size.decodes >= decodes
+            and size.tokens >= tokens
+            and size.prompts >= prompts
+            and size.logits >= logits
         )
-        if found is None or sum(found) - max(decodes + tokens, _FREE_TOKENS) > self.most_padding:
+        found = min(fitting, key=lambda size: size.total, default=None)
+        if found is None or found.total - max(decodes + tokens, _FREE_TOKENS) > self.most_padding:
             return None
         return found
 

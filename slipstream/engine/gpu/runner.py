@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.engine import pooling, sampler, scores
 from slipstream.engine.cache.host_cache import HostCache
 from slipstream.engine.gpu.graphs import DecodeGraphs, batch_sizes
-from slipstream.engine.gpu.mixed_graphs import SIZES, MixedGraphs
+from slipstream.engine.gpu.mixed_graphs import MixedGraphs, sizes_to_capture
 from slipstream.engine.gpu.sampling_rows import SamplingRows
 from slipstream.engine.gpu.step_arrays import (
     EMPTY,
@@ -124,15 +124,28 @@ class GpuRunner:
 
     @torch.inference_mode()
     def capture(
-        self, largest: int, progress: Callable[[int, int], None] = lambda done, total: None
+        self,
+        largest: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        fast_tokens: int = 0,
     ) -> None:
-        """Capture decode steps of up to `largest` rows, and steps with few prompt tokens."""
+        """Capture decode steps of up to `largest` rows, and steps with few prompt tokens.
+
+        fast_tokens: tokens of a step that the GPU computes in the time of its launch
+        """
         decodes = len(batch_sizes(largest))
-        mixed = len(SIZES) if self.model.options.mixed_graphs else 0
-        total = decodes + mixed
-        self.graphs.capture(largest, lambda done: progress(done, total))
-        if mixed:
-            self.mixed.capture(self.graphs.pool, lambda done: progress(decodes + done, total))
+        sizes = sizes_to_capture(fast_tokens) if self.model.options.mixed_graphs else []
+        total = decodes + len(sizes)
+        logit_rows = max((size.logits for size in sizes), default=0)
+        self.graphs.capture(largest, lambda done: progress(done, total), logit_rows)
+        if sizes:
+            assert self.graphs.logits is not None
+            self.mixed.capture(
+                sizes,
+                self.graphs.pool,
+                self.graphs.logits,
+                lambda done: progress(decodes + done, total),
+            )
 
     @torch.inference_mode()
     def run_captured_steps(self, largest: int) -> None:

@@ -21,8 +21,10 @@ from slipstream.kernels.gpu.prefill_tiles import LARGE_TILES_FROM
 # tokens of each prompt in a warm-up step with the full budget; more where there are few rows
 _WARM_UP_TOKENS = 1024
 
-# What a graph saves: the launch of a step by the host, as far as the GPU waits for it.
-_LAUNCH_SECONDS = 0.0005
+# The launch of a step by the host, without a graph.
+_LAUNCH_SECONDS = 0.008
+# What a graph saves in a step of a large model: the GPU waits this long for the host.
+_WAIT_SECONDS = 0.0005
 
 
 class Measured(NamedTuple):
@@ -65,13 +67,15 @@ class GpuWarmUp:
         step_bytes = torch.cuda.max_memory_allocated() - held
         self._run_long_prompts()
         self._run_prompts()
+        tokens_per_second = self._time_full_step()
         free, _ = torch.cuda.mem_get_info()
         self._runner.capture(
-            self._max_rows, lambda done, total: progress("capturing decode steps", done, total)
+            self._max_rows,
+            lambda done, total: progress("capturing decode steps", done, total),
+            round(_LAUNCH_SECONDS * tokens_per_second),
         )
         graph_bytes = max(0, free - torch.cuda.mem_get_info()[0])
-        tokens_per_second = self._time_full_step()
-        self._runner.mixed.most_padding = round(_LAUNCH_SECONDS * tokens_per_second)
+        self._runner.mixed.most_padding = round(_WAIT_SECONDS * tokens_per_second)
         return Measured(step_bytes, graph_bytes, tokens_per_second)
 
     def _warm_up(
@@ -86,22 +90,22 @@ class GpuWarmUp:
         self._runner.model.prepare_gates()
         self._warm_up()
 
-    def _run_full_step(self) -> int:
-        """Run a step with the full budget, and a decode step; return the prompt tokens."""
+    def _run_full_step(self, output: int = 2) -> int:
+        """Run a step with the full budget; return its prompt tokens. output: tokens to generate"""
         budget = self._step_tokens
         tokens = max(_WARM_UP_TOKENS, -(-budget // self._max_rows))
         each = max(1, min(self._longest - 2, budget, tokens))
         prompts = max(1, min(budget // each, self._max_rows))
-        self._warm_up(each, prompts)
+        self._warm_up(each, prompts, output=output)
         return prompts * each
 
     def _time_full_step(self) -> float:
-        """Return the prompt tokens per second of a step with the full budget. All kernels have run
+        """Return the prompt tokens per second of a step with the full budget. Its kernels have run
         before.
         """
         torch.cuda.synchronize()
         began = time.perf_counter()
-        tokens = self._run_full_step()
+        tokens = self._run_full_step(output=1)
         return tokens / (time.perf_counter() - began)
 
     def _run_long_prompts(self) -> None:
