@@ -49,7 +49,7 @@ def _add_engines(parser: Parser) -> None:
         type=at_least(1),
         metavar="MILLISECONDS",
         help="Compute long prompts in chunks, so that the time between two tokens of a stream "
-        "stays below this (default: no target, highest throughput).",
+        "stays below this (default: no target).",
     )
     group.add_argument(
         "--deterministic",
