@@ -22,8 +22,8 @@ from slipstream.server.engine_link.link import FromEngine, ToLoop
 
 STATS_SECONDS = 0.1
 INTEGRITY_SECONDS = 1.0
-# A check delays a request that arrives meanwhile, by 10 ms with a large cache. An engine is idle for
-# less than this between the requests of a client that sends one after the other.
+# A check delays a request that arrives meanwhile, by 10 ms with a large cache. Between the requests
+# of a client that sends one after the other, an engine is idle for less than this.
 IDLE_SECONDS = 0.2
 
 
