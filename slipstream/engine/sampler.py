@@ -35,13 +35,16 @@ class Likeliest(NamedTuple):
     def to_lists(self) -> dict[int, list[tuple[int, float]]]:
         """Return the tokens with their log-probabilities of each result, the likeliest first."""
         found = self.top.numpy()[[sample for sample, _ in self.samples.values()]]
-        order = np.argsort(-found[:, 1], axis=1, kind="stable")
+        most = max(count for _, count in self.samples.values())
+        order = np.argsort(-found[:, 1], axis=1, kind="stable")[:, :most]
         tokens = np.take_along_axis(found[:, 0].view(np.int32), order, axis=1).tolist()
         values = np.take_along_axis(found[:, 1], order, axis=1).tolist()
         lists = {}
-        for place, (index, (_, count)) in enumerate(self.samples.items()):
-            pairs = zip(tokens[place][:count], values[place][:count], strict=True)
-            lists[index] = list(pairs)
+        for row, scores, (index, (_, count)) in zip(
+            tokens, values, self.samples.items(), strict=True
+        ):
+            pairs = list(zip(row, scores, strict=True))
+            lists[index] = pairs if count == most else pairs[:count]
         return lists
 
 

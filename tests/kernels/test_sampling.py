@@ -12,6 +12,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from slipstream.engine.sampler import Likeliest
 from slipstream.kernels import sampling
 
 VOCAB = 300
@@ -233,3 +234,13 @@ def _key_of_largest_noise() -> int:
     value = unshift(0xFFFFFFFF, 16)
     value = unshift(value * pow(0x846CA68B, -1, 2**32) % 2**32, 15)
     return unshift(value * pow(0x7FEB352D, -1, 2**32) % 2**32, 16)
+
+
+def test_the_likeliest_tokens_of_many_rows_are_listed_in_order():
+    values = [[-1.0, -0.5, -3.0, -math.inf], [-2.0, -2.0, -0.1, -4.0], [-9.0, -9.0, -9.0, -9.0]]
+    tokens = torch.tensor([[5, 6, 7, 0], [1, 2, 3, 4], [8, 8, 8, 8]], dtype=torch.int32)
+    top = torch.stack([tokens.view(torch.float32), torch.tensor(values)], dim=1)
+    # results 4 and 0 are of samples 0 and 1; sample 2 reports nothing
+    found = Likeliest({4: (0, 2), 0: (1, 3)}, top).to_lists()
+    rounded = {index: [(t, round(v, 3)) for t, v in pairs] for index, pairs in found.items()}
+    assert rounded == {4: [(6, -0.5), (5, -1.0)], 0: [(3, -0.1), (1, -2.0), (2, -2.0)]}
