@@ -185,7 +185,7 @@ def test_large_steps_are_captured_only_for_fast_models():
 
 
 @pytest.mark.parametrize(
-    ("decodes", "prompts", "logits", "padding", "expected"),
+    ("decodes", "prompts", "logits", "fast", "expected"),
     [
         (0, [64], 1, 640, (16, 64)),
         (17, [30, 30], 19, 640, (128, 64)),
@@ -194,14 +194,15 @@ def test_large_steps_are_captured_only_for_fast_models():
         (0, [600], 1, 640, None),  # too many tokens
         (129, [64], 130, 640, None),  # too many streams
         (16, [64], 17, 0, (16, 64)),  # nothing is padded
-        (64, [448], 65, 24, None),  # 128 tokens of padding take too long
-        (64, [448], 65, 128, (128, 512)),
+        (64, [448], 65, 390, None),  # 128 tokens of padding take too long
+        (64, [448], 65, 640, (128, 512)),  # the launch takes longer than the padded step
+        (120, [500], 121, 390, (128, 512)),  # 20 tokens of padding
         (20, [64], 21, 0, (128, 64)),  # reading the weights takes longer than the padding
     ],
 )
-def test_a_step_takes_the_smallest_captured_size(decodes, prompts, logits, padding, expected):
+def test_a_step_takes_the_smallest_captured_size(decodes, prompts, logits, fast, expected):
     graphs = MixedGraphs.__new__(MixedGraphs)
     graphs._graphs = dict.fromkeys(SIZES)
-    graphs.most_padding = padding
+    graphs.fast_tokens = fast
     found = graphs.captured_size(np.array([1] * decodes + prompts), logits)
     assert (None if found is None else found[:2]) == expected

@@ -32,6 +32,8 @@ from slipstream.model.transformer import Step, Transformer
 
 # Steps of up to this many tokens take as long as reading the weights does, so padding is free.
 _FREE_TOKENS = 256
+# In longer steps than the launch, the GPU waits for the host for about this part of the launch.
+_PADDING_PART = 16
 
 
 class MixedSize(NamedTuple):
@@ -168,8 +170,8 @@ class MixedGraphs:
         self.block_tokens = block_tokens
         self.resident_ctas = resident_ctas
         self._graphs: dict[MixedSize, CapturedMixed] = {}
-        # tokens of padding that take the GPU no longer than the host takes to launch a step
-        self.most_padding = max(size.total for size in SIZES)
+        # tokens of a step that the GPU computes in the time of its launch
+        self.fast_tokens = max(size.total for size in SIZES)
 
     def capture(
         self,
@@ -225,9 +227,10 @@ class MixedGraphs:
             and size.logits >= logits
         )
         found = min(fitting, key=lambda size: size.total, default=None)
-        if found is None or found.total - max(decodes + tokens, _FREE_TOKENS) > self.most_padding:
-            return None
-        return found
+        if found is None or found.total <= self.fast_tokens:
+            return found
+        padding = found.total - max(decodes + tokens, _FREE_TOKENS)
+        return found if padding <= self.fast_tokens // _PADDING_PART else None
 
     def replay(
         self,

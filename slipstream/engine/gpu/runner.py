@@ -140,6 +140,7 @@ class GpuRunner:
         self.graphs.capture(largest, lambda done: progress(done, total), logit_rows)
         if sizes:
             assert self.graphs.logits is not None
+            self.mixed.fast_tokens = fast_tokens
             self.mixed.capture(
                 sizes,
                 self.graphs.pool,

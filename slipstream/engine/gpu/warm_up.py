@@ -23,8 +23,6 @@ _WARM_UP_TOKENS = 1024
 
 # The launch of a step by the host, without a graph.
 _LAUNCH_SECONDS = 0.008
-# What a graph saves in a step of a large model: the GPU waits this long for the host.
-_WAIT_SECONDS = 0.0005
 
 
 class Measured(NamedTuple):
@@ -75,7 +73,6 @@ class GpuWarmUp:
             round(_LAUNCH_SECONDS * tokens_per_second),
         )
         graph_bytes = max(0, free - torch.cuda.mem_get_info()[0])
-        self._runner.mixed.most_padding = round(_WAIT_SECONDS * tokens_per_second)
         return Measured(step_bytes, graph_bytes, tokens_per_second)
 
     def _warm_up(
