@@ -12,7 +12,8 @@ pytest.importorskip(
     "triton", reason="the kernels need Triton, which a CPU installation of torch does not bring"
 )
 
-from slipstream.engine.gpu.runner import _in_plan_order, _sort_rows
+from slipstream.engine.gpu.runner import _in_plan_order
+from slipstream.engine.gpu.step_arrays import sort_rows
 from slipstream.engine.plan import StepPlan
 from slipstream.engine.sampler import Sampled
 
@@ -29,7 +30,7 @@ def plan_of(counts, samples, drafts):
 
 
 def test_rows_with_one_new_token_come_first_and_keep_their_order():
-    step = _sort_rows(plan_of([5, 1, 3, 1], [True] * 4, [0] * 4))
+    step = sort_rows(plan_of([5, 1, 3, 1], [True] * 4, [0] * 4))
     assert step.order == [1, 3, 0, 2]
     assert step.rows.tolist() == [11, 13, 10, 12]
     assert step.positions.tolist() == [100, 300, 0, 200]
@@ -42,7 +43,7 @@ def test_results_are_sorted_by_plan_entry_and_draft_token():
     tokens = torch.tensor([11, 10, 20, 21, 22])
     top = [(0, torch.tensor([1]), torch.tensor([0.1])), (3, torch.tensor([2]), torch.tensor([0.2]))]
     sampled = Sampled(tokens, tokens.float(), tokens / 10, top, [(1, torch.tensor([5.0]))])
-    found = _in_plan_order(sampled, _sort_rows(plan).order, plan)
+    found = _in_plan_order(sampled, sort_rows(plan).order, plan)
     assert found.tokens.tolist() == [10, 11, 20, 21, 22]
     assert found.best.tolist() == [10.0, 11.0, 20.0, 21.0, 22.0]
     assert found.log_probs is not None
@@ -54,4 +55,4 @@ def test_results_are_sorted_by_plan_entry_and_draft_token():
 def test_results_that_are_in_plan_order_are_returned_unchanged():
     plan = plan_of([1, 1, 4], [True, False, True], [0, 0, 1])
     sampled = Sampled(torch.tensor([1, 2, 3]), torch.zeros(3), None, [])
-    assert _in_plan_order(sampled, _sort_rows(plan).order, plan) is sampled
+    assert _in_plan_order(sampled, sort_rows(plan).order, plan) is sampled

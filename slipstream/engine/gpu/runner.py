@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +16,11 @@ from slipstream.engine.gpu.sampling_rows import SamplingRows
 from slipstream.engine.gpu.step_arrays import (
     EMPTY,
     StepArrays,
+    StepRows,
     decode_plan,
     pack,
     prefill_plan,
+    sort_rows,
     to_device_arrays,
 )
 from slipstream.engine.messages import Scores
@@ -39,15 +40,6 @@ from slipstream.kernels.gpu.sampling.table import Drawn
 from slipstream.kernels.gpu.step import step_inputs, write_back
 from slipstream.kernels.gpu.unpacked_kv import UnpackedKv, plan_unpacking, unpacking_pays
 from slipstream.model.transformer import Step, Transformer
-
-
-class StepRows(NamedTuple):
-    """The rows of a step, those with one new token first."""
-
-    order: list[int]  # [rows]: the plan entry of each row
-    rows: np.ndarray  # [rows]
-    positions: np.ndarray  # [rows]: position of the first new token
-    counts: np.ndarray  # [rows]: number of new tokens
 
 
 class GpuHandle:
@@ -201,7 +193,7 @@ class GpuRunner:
 
     def _run(self, plan: StepPlan) -> GpuHandle:
         """Run a step that is not a decode step."""
-        step = _sort_rows(plan)
+        step = sort_rows(plan)
         samples = np.array([plan.samples[entry] for entry in step.order])
         drafts = [plan.drafts[entry] for entry in step.order]
         selection = scores.select_logits(
@@ -464,17 +456,6 @@ class GpuRunner:
             raw=[(chosen[index], values) for index, values in sampled.raw],
             likeliest=likeliest,
         )
-
-
-def _sort_rows(plan: StepPlan) -> StepRows:
-    """Return the rows of a plan, those with one new token first."""
-    order = sorted(range(len(plan.rows)), key=lambda entry: plan.counts[entry] > 1)
-    return StepRows(
-        order=order,
-        rows=np.array([plan.rows[entry] for entry in order]),
-        positions=np.array([plan.positions[entry] for entry in order]),
-        counts=np.array([plan.counts[entry] for entry in order]),
-    )
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The int32 arrays that describe one GPU step, each with a name.
+"""The int32 arrays that describe one GPU step, each with a name, and the order of its rows.
 
 The arrays of a step lie one after the other in one piece of device memory, so that a single copy
 fills all of them.
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.engine.plan import StepPlan
 from slipstream.engine.transfer import to_device
 from slipstream.kernels.gpu.decode_chunks import CHUNK_FIELDS, DecodePlan
 from slipstream.kernels.gpu.prefill_tiles import PrefillPlan
@@ -104,3 +105,23 @@ class StaticStepArrays:
             assert len(array) <= size, f"{len(array)} values for an array of {size}"
             staged[start : start + len(array)] = array
         self._memory.copy_(to_device(staged, self._memory.device), non_blocking=True)
+
+
+class StepRows(NamedTuple):
+    """The rows of a step, those with one new token first."""
+
+    order: list[int]  # [rows]: the plan entry of each row
+    rows: np.ndarray  # [rows]
+    positions: np.ndarray  # [rows]: position of the first new token
+    counts: np.ndarray  # [rows]: number of new tokens
+
+
+def sort_rows(plan: StepPlan) -> StepRows:
+    """Return the rows of a plan, those with one new token first."""
+    order = sorted(range(len(plan.rows)), key=lambda entry: plan.counts[entry] > 1)
+    return StepRows(
+        order=order,
+        rows=np.array([plan.rows[entry] for entry in order]),
+        positions=np.array([plan.positions[entry] for entry in order]),
+        counts=np.array([plan.counts[entry] for entry in order]),
+    )
