@@ -7,6 +7,7 @@ the old model serving.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,6 +65,7 @@ class LoadedModel:
     recipe: Recipe | None = None  # how it was built; None for a model of a factory
     engines: dict[str, ServedEngine] = field(default_factory=dict)  # those that it uses, by name
     stamp: object = None  # state of the files that it was loaded from
+    number: int = field(default_factory=itertools.count(1).__next__)  # of the load
 
     async def close(self) -> None:
         """End the processes of the model."""

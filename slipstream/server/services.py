@@ -83,6 +83,7 @@ class Services:
         self._engines = engines
         self._state = state
         self._frontends = frontends
+        self._listening = False  # all models are loaded
         self.metrics = ServerMetrics(config=MetricsConfig(**options.metrics_settings))
         self.registry = ModelRegistry()
         if options.response_cache_bytes:
@@ -133,7 +134,10 @@ class Services:
         """Begin to exchange messages with the other front ends."""
         if self._frontends is not None:
             view = ServerView(
-                self._linked_models, lambda: self._state.draining, lambda: self._trace.active
+                self._linked_models,
+                lambda: self._listening,
+                lambda: self._state.draining,
+                lambda: self._trace.active,
             )
             await self._frontends.attach(view, self.metrics, self._http, self._calls)
 
@@ -141,7 +145,9 @@ class Services:
         """Return the models that other front ends serve, too."""
         for loaded in self.loader.loaded:
             if loaded.recipe is not None and loaded.recipe.kind != "graph":
-                yield LinkedModel(loaded.recipe, loaded.model.versions, loaded.engines)
+                yield LinkedModel(
+                    loaded.recipe, loaded.model.versions, loaded.engines, loaded.number
+                )
 
     async def settle(self) -> None:
         """Return when the other front ends follow this one."""
@@ -174,6 +180,7 @@ class Services:
 
     async def open(self, ports: Ports) -> None:
         """Listen, and log each service as Triton does once it listens."""
+        self._listening = True
         await self.settle()  # the other front ends listen
         if self._options.grpc.open:
             place = await self._open_grpc(ports.grpc_number)

@@ -107,7 +107,7 @@ async def test_a_call_keeps_its_message_its_metadata_and_its_peer(link):
     assert json.loads(answer) == [
         "hello",
         "3/ipv4:127.0.0.1:9",
-        {"tenant": "a", "test-key": "b"},
+        {"tenant": "a", "test-key": "b", "user-agent": "grpc-python"},
     ]
 
 

@@ -7,14 +7,26 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import httpx
 import numpy as np
 import openai
 import pytest
-import tritonclient.grpc as grpcclient
-from front_ends import front_ends, grpc_clients, http_clients, secondaries
+from front_ends import (
+    FLAGS,
+    FRONT_ENDS,
+    GENERATE,
+    body,
+    front_ends,
+    grpc_clients,
+    grpc_input,
+    http_clients,
+    open_stream,
+    secondaries,
+    token_inputs,
+    write_models,
+)
 from tiny_server import (
     MODEL,
     TRITONSERVER,
@@ -24,46 +36,6 @@ from tiny_server import (
     make_repository,
     wait_for,
 )
-from tritonclient.utils import np_to_triton_dtype
-
-FRONT_ENDS = 3
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-UPPER = """
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        texts = [pb_utils.get_input_tensor_by_name(request, "text").as_numpy() for request in requests]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("upper", text)]) for text in texts]
-"""
-UPPER_CONFIG = """backend: "python" response_cache { enable: true }
-input [ { name: "text" data_type: TYPE_STRING dims: [ -1 ] } ]
-output [ { name: "upper" data_type: TYPE_STRING dims: [ -1 ] } ]
-instance_group [ { count: 1 kind: KIND_CPU } ]
-"""
-FLAGS = (
-    f"--frontends={FRONT_ENDS}",
-    "--model-control-mode=explicit",
-    "--load-model=*",
-    "--allow-python-models=true",
-    "--cache-config=local,size=1048576",
-    "--http-metrics=true",
-)
-GENERATE = f"/v2/models/{MODEL}/generate"
-
-
-def write_models(folder):
-    """Write the counting model with a chat template and a queue of two, and a Python model."""
-    repository = make_repository(folder)
-    template = {"chat_template": TEMPLATE}
-    (folder / "engines" / "fine" / "tokenizer_config.json").write_text(json.dumps(template))
-    config = repository / "tensorrt_llm" / "config.pbtxt"
-    rules = "dynamic_batching { default_queue_policy { max_queue_size: 2 }"
-    config.write_text(config.read_text().replace("dynamic_batching {", rules))
-    (repository / "upper" / "1").mkdir(parents=True)
-    (repository / "upper" / "1" / "model.py").write_text(UPPER)
-    (repository / "upper" / "config.pbtxt").write_text(UPPER_CONFIG)
-    return repository
 
 
 class Served:
@@ -142,10 +114,6 @@ def counting(first: int, count: int) -> str:
     return " ".join(str(number) for number in range(first, first + count))
 
 
-def body(prompt: str = "5", max_tokens: int = 3, milliseconds: int = 0) -> dict:
-    return {"text_input": prompt, "max_tokens": max_tokens, "random_seed": milliseconds}
-
-
 class Stream(threading.Thread):
     """A client of generate_stream over a connection of its own to one process."""
 
@@ -179,34 +147,6 @@ class Stream(threading.Thread):
         self.join(60)
         assert not self.is_alive()
         return self
-
-
-def grpc_input(name: str, array: np.ndarray) -> grpcclient.InferInput:
-    tensor = grpcclient.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
-    tensor.set_data_from_numpy(array)
-    return tensor
-
-
-def token_inputs(prompt: list[int], max_tokens: int, milliseconds: int = 0, **more):
-    values = {
-        "input_ids": np.array([prompt], np.int32),
-        "input_lengths": np.array([[len(prompt)]], np.int32),
-        "request_output_len": np.array([[max_tokens]], np.int32),
-        "random_seed": np.array([[milliseconds]], np.uint64),
-        **more,
-    }
-    return [grpc_input(name, array) for name, array in values.items()]
-
-
-@contextmanager
-def open_stream(client) -> Iterator[queue.Queue]:
-    """Open a stream over gRPC; return a queue with its results and errors."""
-    results: queue.Queue = queue.Queue()
-    client.start_stream(lambda result, error: results.put((result, error)))
-    try:
-        yield results
-    finally:
-        client.stop_stream(cancel_requests=True)
 
 
 def stream_tokens(client, inputs, **settings) -> list[int]:

@@ -67,3 +67,12 @@ def test_response_with_selected_outputs_is_written_the_general_way():
 
 def test_first_response_is_written_the_general_way():
     assert NextResponses().write(response(b"a")) is None
+
+
+def test_a_response_without_outputs_does_not_fit_the_pattern():
+    call = InferCall(InferRequest("ensemble", "1", {}, id="abc"), [])
+    following = NextResponses()
+    first = response(b"first", others=[])
+    following.remember(call, first, general(call, first))
+    assert following.write(response(b"second", others=[])) is not None
+    assert following.write(InferResponse([], PARAMETERS)) is None

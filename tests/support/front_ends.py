@@ -1,4 +1,4 @@
-"""The processes of a server with several front ends, and connections to each of them.
+"""The processes of a server with several front ends, connections to each of them, and requests.
 
 The kernel chooses the process that gets a connection. `connect_to_each` connects until every
 process has one, and finds the owner of each in /proc.
@@ -6,20 +6,50 @@ process has one, and finds the owner of each in /proc.
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import numpy as np
 import tritonclient.grpc as grpcclient
-from tiny_server import children_of, command_of
+from tiny_server import MODEL, children_of, command_of, make_repository
+from tritonclient.utils import np_to_triton_dtype
 
 _MODULE = "slipstream.server.frontends.process"
 _ESTABLISHED = "01"
 _TRIES = 400
 # by default httpx closes a connection after five idle seconds, and the next may reach another process
 KEPT = httpx.Limits(keepalive_expiry=None)
+
+FRONT_ENDS = 3
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+UPPER = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        texts = [pb_utils.get_input_tensor_by_name(request, "text").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("upper", text)]) for text in texts]
+"""
+UPPER_CONFIG = """backend: "python" response_cache { enable: true }
+input [ { name: "text" data_type: TYPE_STRING dims: [ -1 ] } ]
+output [ { name: "upper" data_type: TYPE_STRING dims: [ -1 ] } ]
+instance_group [ { count: 1 kind: KIND_CPU } ]
+"""
+FLAGS = (
+    f"--frontends={FRONT_ENDS}",
+    "--model-control-mode=explicit",
+    "--load-model=*",
+    "--allow-python-models=true",
+    "--cache-config=local,size=1048576",
+    "--http-metrics=true",
+)
+GENERATE = f"/v2/models/{MODEL}/generate"
 
 
 def secondaries(primary: int) -> list[int]:
@@ -110,3 +140,49 @@ def _inodes(process: int) -> set[str]:
         if match := re.fullmatch(r"socket:\[(\d+)\]", target):
             found.add(match.group(1))
     return found
+
+
+def write_models(folder):
+    """Write the counting model with a chat template and a queue of two, and a Python model."""
+    repository = make_repository(folder)
+    template = {"chat_template": TEMPLATE}
+    (folder / "engines" / "fine" / "tokenizer_config.json").write_text(json.dumps(template))
+    config = repository / "tensorrt_llm" / "config.pbtxt"
+    rules = "dynamic_batching { default_queue_policy { max_queue_size: 2 }"
+    config.write_text(config.read_text().replace("dynamic_batching {", rules))
+    (repository / "upper" / "1").mkdir(parents=True)
+    (repository / "upper" / "1" / "model.py").write_text(UPPER)
+    (repository / "upper" / "config.pbtxt").write_text(UPPER_CONFIG)
+    return repository
+
+
+def body(prompt: str = "5", max_tokens: int = 3, milliseconds: int = 0) -> dict:
+    return {"text_input": prompt, "max_tokens": max_tokens, "random_seed": milliseconds}
+
+
+def grpc_input(name: str, array: np.ndarray) -> grpcclient.InferInput:
+    tensor = grpcclient.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+def token_inputs(prompt: list[int], max_tokens: int, milliseconds: int = 0, **more):
+    values = {
+        "input_ids": np.array([prompt], np.int32),
+        "input_lengths": np.array([[len(prompt)]], np.int32),
+        "request_output_len": np.array([[max_tokens]], np.int32),
+        "random_seed": np.array([[milliseconds]], np.uint64),
+        **more,
+    }
+    return [grpc_input(name, array) for name, array in values.items()]
+
+
+@contextmanager
+def open_stream(client) -> Iterator[queue.Queue]:
+    """Open a stream over gRPC; return a queue with its results and errors."""
+    results: queue.Queue = queue.Queue()
+    client.start_stream(lambda result, error: results.put((result, error)))
+    try:
+        yield results
+    finally:
+        client.stop_stream(cancel_requests=True)

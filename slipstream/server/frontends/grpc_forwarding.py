@@ -7,9 +7,10 @@ the client and of the server, and a status at the end. Closing the connection ca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import msgspec
@@ -17,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from slipstream.server.frontends.frames import FrameStream
 from slipstream.server.frontends.upstream import GRPC, Upstream
-from slipstream.server.grpc.errors import check_access
+from slipstream.server.grpc.errors import BYTES_PER_SIZE, check_access
 from slipstream.server.grpc.infer import Inference
 from slipstream.server.grpc.protocol import messages
 from slipstream.server.grpc.service import MODEL_INFER, MODEL_STREAM_INFER, SERVER_LIVE
@@ -32,6 +33,7 @@ from slipstream.server.grpc.transport import (
 )
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.errors import InferenceError, NeedsPrimary
+from slipstream.server.text.threads import in_thread_if_long
 
 HEAD = b"H"  # kinds of frames
 MESSAGE = b"M"
@@ -41,7 +43,7 @@ OK = grpc.StatusCode.OK.value[0]
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _LOST = "the server is restarting or shutting down"
 # metadata of the connection between client and secondary front end
-_NOT_FORWARDED = frozenset(("user-agent", "content-type", "te"))
+_NOT_FORWARDED = frozenset(("content-type", "te"))
 _NOT_FORWARDED_PREFIXES = ("grpc-", ":")
 
 
@@ -166,6 +168,9 @@ class SplitStream:
         self._forwards = forward_all
         self._turn = asyncio.Lock()  # gRPC takes one message at a time
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue(1)  # None: no more
+        self._forwarded = asyncio.Event()  # the primary front end has ended its part
+        # the last request served here whose response the forwarded ones must follow
+        self._ordered: asyncio.Task[None] | None = None
 
     def __aiter__(self) -> SplitStream:
         return self
@@ -173,11 +178,30 @@ class SplitStream:
     async def __anext__(self) -> bytes:
         """Return the next message that this front end serves."""
         async for data in self._call:
-            if not self._forwards and self._is_served_here(data):
+            if not self._forwards and await self._is_served_here(data):
                 return data
             self._forwards = True
-            await self._outgoing.put(data)
+            await self._unless_ended(self._pass_on(data))
+            break
         raise StopAsyncIteration
+
+    async def _unless_ended(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run this to its end, or until the primary front end has ended its part."""
+        task = asyncio.ensure_future(work)
+        ended = asyncio.ensure_future(self._forwarded.wait())
+        try:
+            await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            task.cancel()
+            ended.cancel()
+
+    async def _pass_on(self, data: bytes) -> None:
+        """Forward a message and all that follow."""
+        await self._outgoing.put(data)
+        async for more in self._call:
+            await self._outgoing.put(more)
 
     async def write(self, message: bytes) -> None:
         async with self._turn:
@@ -195,8 +219,11 @@ class SplitStream:
             pass
 
     async def _serve(self) -> None:
-        await self._inference.model_stream_infer(self)
-        await self._outgoing.put(None)
+        await self._inference.model_stream_infer(self, self._keep_order)
+        await self._unless_ended(self._outgoing.put(None))
+
+    def _keep_order(self, task: asyncio.Task[None]) -> None:
+        self._ordered = task
 
     async def _forward(self) -> None:
         first = await self._outgoing.get()
@@ -206,9 +233,12 @@ class SplitStream:
             sending = asyncio.ensure_future(self._send(first, stream))
             try:
                 async for response in read_messages(stream):
+                    if self._ordered is not None:
+                        await asyncio.wait([self._ordered])
                     await self.write(response)
             finally:
                 sending.cancel()
+                self._forwarded.set()
 
     async def _send(self, message: bytes | None, stream: FrameStream) -> None:
         while message is not None:
@@ -217,10 +247,12 @@ class SplitStream:
             message = await self._outgoing.get()
         stream.write(END, b"")
 
-    def _is_served_here(self, data: bytes) -> bool:
+    async def _is_served_here(self, data: bytes) -> bool:
         try:
-            message = messages.ModelInferRequest.FromString(data)
-            admitted = self._inference.admit(message, {}, ())
+            message = await in_thread_if_long(
+                len(data) // BYTES_PER_SIZE, messages.ModelInferRequest.FromString, data
+            )
+            admitted = await self._inference.admit(message, len(data), {}, ())
             admitted.call.request.peer = self.peer
             admitted.entry.model.check_served_here(admitted.call.request)
         except NeedsPrimary:

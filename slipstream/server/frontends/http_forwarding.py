@@ -74,14 +74,13 @@ class HttpForwarder:
     async def forward(self, exchange: Exchange) -> None:
         try:
             body = await exchange.read_body(self._most_body_bytes)
-            head = _write_head(exchange, b"content-length: %d\r\n" % len(body))
+            head = _write_head(exchange, len(body))
         except InferenceError:
             # The primary front end knows the format of this error. It responds to the announced
             # length, without the body.
             body = b""
             length = max(self._most_body_bytes + 1, exchange.body_bytes)
-            lines = b"expect: 100-continue\r\ncontent-length: %d\r\n" % length
-            head = _write_head(exchange, lines)
+            head = _write_head(exchange, length, b"expect: 100-continue\r\n")
         with exchange.cancel_on_disconnect():
             try:
                 streams = await self._upstream.connect(HTTP)
@@ -96,14 +95,22 @@ class HttpForwarder:
                 await exchange.respond(503, _LOST, JSON, (RETRY_AFTER,))
 
 
-def _write_head(exchange: Exchange, framing: bytes) -> bytes:
+def _write_head(exchange: Exchange, length: int, more: bytes = b"") -> bytes:
+    """Return the head of a request with a body of this length. Names are those of the client."""
     lines = [b"%b %b HTTP/1.1\r\n" % (exchange.method.encode(), exchange.target)]
+    announced = False
     for name, value in exchange.raw_headers:
-        if name.lower() not in _NOT_FORWARDED:
+        lower = name.lower()
+        if lower == b"content-length":
+            announced = True
+            lines.append(b"%b: %d\r\n" % (name, length))
+        elif lower not in _NOT_FORWARDED:
             lines.append(b"%b: %b\r\n" % (name, value))
+    if not announced:
+        lines.append(b"content-length: %d\r\n" % length)
     # The connection is kept by the primary front end: one that closes it before it has read a
     # body which it does not need would reset it, and the response would be lost.
-    return b"".join([*lines, framing, b"\r\n"])
+    return b"".join([*lines, more, b"\r\n"])
 
 
 async def _exchange_over(streams: Streams, request: bytes, exchange: Exchange) -> None:

@@ -135,14 +135,20 @@ class LocalModels:
     def _guard(self, entry: ModelVersion) -> ServedModel:
         return LocalModel(entry.model, self._input_fields.get(entry.name, {}))
 
-    async def follow(self, engines: list[LinkedEngineState], models: list[ModelState]) -> None:
+    async def follow(
+        self, engines: list[LinkedEngineState], models: list[ModelState], shuts_down: bool
+    ) -> None:
         """Serve these models with these engines. Requests in flight go on."""
         for state in engines:
-            self._follow_engine(state)
+            self._follow_engine(state, shuts_down)
         await asyncio.gather(*(self._wait_serving(state) for state in engines))
         for model in models:
             if self._models.get(model.recipe.model.name) != model:
                 await self._replace(model)
+        # New requests go to the engines of the new models from here on.
+        for state in engines:
+            if state.draining:
+                self._engines[state.number].begin_drain()
         wanted = {model.recipe.model.name for model in models}
         for name in [name for name in self._models if name not in wanted]:
             del self._models[name]
@@ -150,7 +156,7 @@ class LocalModels:
             self._metrics.forget(name)
         self._drop_engines({state.number for state in engines})
 
-    def _follow_engine(self, state: LinkedEngineState) -> None:
+    def _follow_engine(self, state: LinkedEngineState, shuts_down: bool) -> None:
         engine = self._engines.get(state.number)
         if engine is None:
             engine = self._engines[state.number] = LinkedEngine(self._index)
@@ -158,12 +164,13 @@ class LocalModels:
             self._slots[state.number] = state.slot
         former = self._sockets.get(state.number, "")
         if former and state.socket != former:
-            engine.lose(state.failure or "it was restarted")
+            if shuts_down and not state.failure:
+                engine.close()
+            else:
+                engine.lose(state.failure or "it was restarted")
         if state.socket and state.socket != former:
             engine.attach(state.socket)
         self._sockets[state.number] = state.socket
-        if state.draining:
-            engine.begin_drain()
 
     async def _wait_serving(self, state: LinkedEngineState) -> None:
         if state.socket:
@@ -191,10 +198,11 @@ class LocalModels:
         self._models[name] = state
 
     async def _engine(self, use: EngineUse) -> ServedEngine:
-        """Return an engine with its tokenizer; models that use the same share it."""
+        """Return an engine with its tokenizer; models that use the same process share it."""
         key = use.number, use.model.name
         found = self._served.get(key)
-        if found is None or found.model != use.model:
+        # Without a process, the files may be others than at the last load.
+        if found is None or found.model != use.model or not use.number:
             client = self._engines.get(use.number) or LinkedEngine(self._index)
             found = await load_engine(use.model, client, self._chat, PrimaryAdapters())
             if use.number:

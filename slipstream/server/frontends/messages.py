@@ -80,6 +80,7 @@ class ModelState:
     recipe: Recipe
     versions: tuple[int, ...]
     engines: dict[str, EngineUse]  # by name of the engine model
+    load: int  # number of its load: each may find other files
 
 
 # -- from the primary front end
@@ -99,6 +100,7 @@ class Follow:
     number: int
     engines: list[LinkedEngineState]
     models: list[ModelState]
+    listening: bool  # all models are loaded, and the ports may listen
     draining: bool
     tracing: bool  # some requests are traced: the primary front end answers all
     log: LogSettings

@@ -60,6 +60,7 @@ class LinkedModel:
     recipe: Recipe
     versions: tuple[int, ...]
     engines: Mapping[str, ServedEngine]
+    load: int  # number of its load
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class ServerView:
     """What secondary front ends must know of the server, read when it is sent."""
 
     models: Callable[[], Iterable[LinkedModel]]
+    listening: Callable[[], bool]
     draining: Callable[[], bool]
     tracing: Callable[[], bool]
 
@@ -204,6 +206,7 @@ class Frontends:
             self._number,
             [self._engine_state(client, member.index) for client in self._places],
             [self._model_state(model) for model in self._view.models()],
+            self._view.listening(),
             self._view.draining(),
             self._view.tracing(),
             HANDLER.settings,
@@ -222,7 +225,7 @@ class Frontends:
             name: EngineUse(engine.model, self._number_of(engine))
             for name, engine in model.engines.items()
         }
-        return ModelState(model.recipe, model.versions, engines)
+        return ModelState(model.recipe, model.versions, engines, model.load)
 
     def _number_of(self, engine: ServedEngine) -> int:
         client = engine.generator.client
@@ -339,6 +342,8 @@ class Frontends:
 
     async def _restart(self, member: Member, delay: float) -> None:
         await asyncio.sleep(delay)
+        if self._closing or self._draining:
+            return
         try:
             member.spawn()
         except OSError as error:  # too many processes or open files

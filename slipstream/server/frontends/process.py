@@ -130,8 +130,8 @@ class SecondaryFrontend:
         if state.draining:
             self._models.begin_drain()
         self._send_counts()  # before the counters of unloaded models are dropped
-        await self._models.follow(state.engines, state.models)
-        if not self._opened:
+        await self._models.follow(state.engines, state.models, state.draining)
+        if state.listening and not self._opened:
             await self._open()
         self._send(Followed(state.number))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
@@ -25,7 +26,13 @@ from slipstream.server.grpc.protocol import messages
 from slipstream.server.grpc.transport import INTERNAL, Call, ClientGone, Status, StreamCall
 from slipstream.server.kserve.call import InferCall
 from slipstream.server.kserve.context import ServerContext
-from slipstream.server.kserve.errors import Code, InferenceError, PlainTextError, Unavailable
+from slipstream.server.kserve.errors import (
+    Code,
+    InferenceError,
+    NeedsPrimary,
+    PlainTextError,
+    Unavailable,
+)
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import (
     InferRequest,
@@ -49,6 +56,8 @@ ERRORS_END_STREAM = "triton_grpc_error"
 # A response with more values is encoded in a thread.
 _MOST_VALUES = 1 << 18
 _MOST_UNDER_WAY = 1024  # requests of one stream that run at the same time
+# of a model that was unloaded here after its request was read
+_LEFT = "the model was unloaded meanwhile; send the request again"
 
 
 def version_number(text: str) -> str:
@@ -100,8 +109,13 @@ class Inference:
             count_values(answer.outputs), self.encode_long, admitted, answer
         )
 
-    async def model_stream_infer(self, call: StreamCall) -> None:
-        """Answer the requests of a stream concurrently. After an error the stream goes on."""
+    async def model_stream_infer(
+        self, call: StreamCall, on_ordered: Callable[[asyncio.Task[None]], None] | None = None
+    ) -> None:
+        """Answer the requests of a stream concurrently. After an error the stream goes on.
+
+        on_ordered: gets the task of each request whose response later responses must follow
+        """
         stream = _Stream(call, self.forwarded(call))
         room = asyncio.Semaphore(_MOST_UNDER_WAY)
         try:
@@ -123,6 +137,8 @@ class Inference:
                     task.add_done_callback(lambda _: room.release())
                     if answers.keep_order:
                         ordered = task
+                        if on_ordered is not None:
+                            on_ordered(task)
         except* Status as group:
             raise group.exceptions[0] from None  # the other requests ended with the stream
         except* ClientGone:
@@ -138,25 +154,12 @@ class Inference:
             if isinstance(value, str) and self._forwarded.fullmatch(key)
         }
 
-    def admit(self, message: Any, forwarded: dict[str, Parameter], headers: Headers) -> Admitted:
-        entry = self._find(message)
-        return self._admit(entry, self._read(message, entry), forwarded, headers)
-
-    async def admit_sized(
+    async def admit(
         self, message: Any, size: int, forwarded: dict[str, Parameter], headers: Headers
     ) -> Admitted:
         """Admit a message of `size` bytes. A long one is read in a thread."""
         entry = self._find(message)
         call = await self._read_in_thread_if_long(message, entry, size)
-        return self._admit(entry, call, forwarded, headers)
-
-    def _admit(
-        self,
-        entry: ModelVersion,
-        call: InferCall,
-        forwarded: dict[str, Parameter],
-        headers: Headers,
-    ) -> Admitted:
         call.request.parameters |= forwarded
         if (trace := self._trace.begin(entry.name, headers)) is not None:
             begin_grpc(trace, call.request)
@@ -258,12 +261,14 @@ class _Answers:
         """Read the message of `size` bytes. It must have happened before `run`."""
         stream = self._stream
         try:
-            self._admitted = await self._inference.admit_sized(
+            self._admitted = await self._inference.admit(
                 self._message, size, stream.forwarded, stream.metadata
             )
             self._admitted.call.request.peer = stream.peer
         except InferenceError as error:
             self._refusal = error
+        except NeedsPrimary:
+            self._refusal = Unavailable(_LEFT)
 
     @property
     def keep_order(self) -> bool:
@@ -278,6 +283,8 @@ class _Answers:
             await self._answer_traced(self._admitted, after if self.keep_order else None)
         except InferenceError as error:
             await self._refuse(error)
+        except NeedsPrimary:
+            await self._refuse(Unavailable(_LEFT))
         except Status:
             raise
         except ClientGone:

@@ -350,6 +350,7 @@ class NextResponses:
         if (
             first is None
             or response.error is not None
+            or not outputs
             or outputs[1:] != self._others
             or outputs[0].shape != first.shape
             or outputs[0].name != first.name

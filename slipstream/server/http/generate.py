@@ -246,6 +246,7 @@ class EventWriter:
         if (
             self._first_slot is None
             or response.error is not None
+            or not outputs
             or outputs[1:] != self._others
             or outputs[0].name != self._names[0]
             or response.parameters is not self._parameters
