@@ -143,9 +143,9 @@ def warm_up(
     requests: int = 1,
     steps: int = 1,
     output: int = 2,
-) -> None:
+) -> int:
     """Run requests of `tokens` tokens through the runner, so that users do not wait for its first
-    calls.
+    calls. Return their prompt tokens: fewer where the cache is small.
 
     steps: the number of steps that the prompt of a single request takes; output: tokens to generate
     """
@@ -161,3 +161,4 @@ def warm_up(
         )
     while (plan := scheduler.plan()) is not None:
         scheduler.commit(plan, runner.launch(plan).result())
+    return tokens * requests

@@ -8,6 +8,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from fractions import Fraction
 from typing import Any
 
 from slipstream.engine.settings import EngineSettings
@@ -44,6 +45,9 @@ _UNITS = {
 }
 
 
+_MOST_DIGITS = 40  # of a size
+
+
 def flags(setting: str) -> tuple[str, ...]:
     """Return the flags of the command line for a setting."""
     return tuple(f"--{name.replace('_', '-')}" for name in OPTION_NAMES[setting])
@@ -57,10 +61,10 @@ def flag(setting: str) -> str:
 def read_size(text: str) -> int:
     """Return a whole number such as 4096, 32k, 512M or 1.5G. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
-    number = 0.0
-    if match is not None:
-        number = float(match.group(1)) * _UNITS[match.group(2)]
-    if number < 1 or number != int(number):
+    number = Fraction(0)
+    if match is not None and len(text) <= _MOST_DIGITS:
+        number = Fraction(match.group(1)) * _UNITS[match.group(2)]
+    if number < 1 or number.denominator != 1:
         raise ValueError(
             f"must be a whole number of at least 1, such as 4096, 32K or 1.5G, not '{text}'"
         )

@@ -73,7 +73,7 @@ class EngineSettings:
 
     def _check_sizes(self) -> None:
         self._check_at_least(1, "max_rows", "block_tokens", "step_tokens", "max_beam_width")
-        self._check_at_least(1, "cache_bytes")
+        self._check_at_least(1, "cache_bytes", "cache_tokens", "max_sequence_tokens")
         self._check_not_negative("host_cache_bytes", "lookup_tokens")
         self._check_fraction("cache_memory_fraction")
         self._check_fraction("gpu_memory_utilization")
@@ -115,7 +115,11 @@ class EngineSettings:
     def _check_at_least(self, least: int, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is None:
+                continue
+            if not isinstance(value, int):
+                raise ValueError(f"{name} must be a whole number, not {value!r}")
+            if value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
 
     def _check_not_negative(self, *names: str) -> None:

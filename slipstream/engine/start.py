@@ -139,11 +139,14 @@ def _choose_sizes(
     if not on_gpu:
         torch.set_num_threads(settings.threads or usable_cores())
     usual = _GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS
+    longest = min(longest_sequence, settings.max_sequence_tokens or longest_sequence)
+    step_tokens = settings.step_tokens or min(usual, most_step_tokens or usual)
     return EngineSizes(
         device=device,
         dtype=getattr(torch, _dtype_name(settings.dtype, on_gpu)),
-        longest=min(longest_sequence, settings.max_sequence_tokens or longest_sequence),
-        step_tokens=settings.step_tokens or min(usual, most_step_tokens or usual),
+        longest=longest,
+        # Without chunks a whole prompt must fit one step.
+        step_tokens=step_tokens if settings.chunked else max(step_tokens, longest),
         depth=2 if on_gpu and settings.overlap else 1,
     )
 

@@ -18,13 +18,23 @@ def test_every_name_is_one_setting():
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("1", 1), ("4096", 4096), ("32k", 32_000), ("32K", 32_768), ("1.5G", 3 * 2**29), ("2t", 2e12)],
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("1.5G", 3 * 2**29),
+        ("2t", 2e12),
+        ("9007199254740993", 9007199254740993),
+    ],
 )
 def test_sizes_have_vllms_suffixes(text, number):
     assert read_size(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "0.0001k", "k", "1KB", "1 G", "1e3", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "1.5", "0.0001k", "k", "1KB", "1 G", "1e3", "nan", "9" * 400]
+)
 def test_other_sizes_are_errors(text):
     with pytest.raises(ValueError, match="must be a whole number of at least 1, such as 4096"):
         read_size(text)

@@ -204,3 +204,23 @@ def test_the_best_logit_shows_rows_without_a_token():
 )
 def test_other_parameters_are_left_to_the_torch_sampler(fields):
     assert is_external(SamplingParams(**fields), VOCAB)
+
+
+def test_of_equal_logits_the_first_tokens_are_among_the_top_k():
+    logits = torch.full((1, VOCAB), -5.0, device=DEVICE)
+    logits[0, :100] = 0.0
+    logits[0, 200] = 3.0
+    _, sample = few_rows(1, SamplingParams(log_probs=True, top_log_probs=5), logits)
+    found = sampler.Likeliest({0: (0, 5)}, sample().top.cpu()).to_lists()[0]
+    assert [token for token, _ in found] == [200, 0, 1, 2, 3]
+    logits[0, 200] = 0.0
+    for seed in range(8):
+        _, sample = few_rows(1, SamplingParams(temperature=1.0, top_k=3, seed=seed), logits)
+        assert sample().tokens.tolist()[0] in (0, 1, 2)
+
+
+def test_log_probabilities_with_a_large_bias_are_left_to_the_torch_sampler():
+    bias = ((3, 5000.0),)
+    assert is_external(SamplingParams(log_probs=True, logit_bias=bias), VOCAB)
+    assert not is_external(SamplingParams(logit_bias=bias), VOCAB)
+    assert not is_external(SamplingParams(log_probs=True, logit_bias=((3, 100.0),)), VOCAB)

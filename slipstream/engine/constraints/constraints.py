@@ -30,7 +30,7 @@ NO_VOCABULARY = (
 )
 
 
-# Characters from which a grammar is long. The library bounds the time of a short one.
+# Characters from which a grammar is long. Most short ones take milliseconds.
 LONG_GUIDE = 8192
 # Seconds after which a request whose grammar is still being compiled fails.
 MOST_COMPILE_SECONDS = 15.0

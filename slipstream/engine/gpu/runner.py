@@ -209,8 +209,9 @@ class GpuRunner:
         logits = logits.float()
         row, length = pack([np.array(sampled_rows), np.array(lengths)], self.model.device)
         drawn = self.sampling.sample(logits, row, length, self.rows.tokens)
-        write_back(row, length, drawn.tokens, self.rows.tokens)
         sampled = self._finish(drawn, logits, sampled_rows, lengths)
+        # Last: the samples after draft tokens depend on those, which are replaced here.
+        write_back(row, length, drawn.tokens, self.rows.tokens)
         return GpuHandle(_in_plan_order(sampled, step.order, plan), prompts, pooled)
 
     def _forward(

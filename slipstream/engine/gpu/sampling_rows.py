@@ -37,6 +37,8 @@ _LOG_PROBS = columns.LOG_PROBS.value
 _MASKED = columns.MASKED.value
 _FLAGS = columns.FLAGS.value
 
+_LARGE_BIAS = 1000.0  # of a logit, beyond which it has too few digits left
+
 
 class SamplingRows:
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
@@ -173,6 +175,8 @@ def is_external(p: SamplingParams, vocab: int) -> bool:
         or (p.allowed_tokens and p.constrained)
         or (p.min_tokens and len(p.end_ids) > MAX_END_IDS)
         or len(p.logit_bias) > MAX_BIAS
+        # the model's own logit is computed from the sum, which has lost it
+        or (p.log_probs and any(abs(value) > _LARGE_BIAS for _, value in p.logit_bias))
     )
 
 

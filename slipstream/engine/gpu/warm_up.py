@@ -75,11 +75,9 @@ class GpuWarmUp:
         graph_bytes = max(0, free - torch.cuda.mem_get_info()[0])
         return Measured(step_bytes, graph_bytes, tokens_per_second)
 
-    def _warm_up(
-        self, tokens: int = 16, requests: int = 1, steps: int = 1, output: int = 2
-    ) -> None:
+    def _warm_up(self, tokens: int = 16, requests: int = 1, steps: int = 1, output: int = 2) -> int:
         vocab_size = self._runner.model.spec.vocab_size
-        warm_up(
+        return warm_up(
             self._runner, vocab_size, self._blocks, self._longest, tokens, requests, steps, output
         )
 
@@ -93,8 +91,7 @@ class GpuWarmUp:
         tokens = max(_WARM_UP_TOKENS, -(-budget // self._max_rows))
         each = max(1, min(self._longest - 2, budget, tokens))
         prompts = max(1, min(budget // each, self._max_rows))
-        self._warm_up(each, prompts, output=output)
-        return prompts * each
+        return self._warm_up(each, prompts, output=output)
 
     def _time_full_step(self) -> float:
         """Return the prompt tokens per second of a step with the full budget. Its kernels have run

@@ -130,12 +130,21 @@ def keep_top_k(
     base, groups, kept, listed, low, top_k, vocab,
     GROUP: tl.constexpr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Store the tokens with the top-k logits, in their order, and the logits; return how many."""
+    """Store the tokens with the top-k logits, in their order, and the logits; return how many.
+
+    Of equal logits at the end of the k, the first tokens are kept.
+    """
     bound = _threshold(base, groups, listed, low, top_k, vocab, GROUP, CHUNK)
+    room = top_k - _count_from(base, groups, listed, bound + 1, vocab, GROUP, CHUNK)
     stored = 0
+    equals = 0
     for first in range(0, listed, CHUNK):
         at, x = _chunk(base, groups, first, listed, vocab, GROUP, CHUNK)
-        keeps = (_order_bits(x) >= bound) & (x > float("-inf"))
+        bits = _order_bits(x)
+        equal = (bits == bound).to(tl.int32)
+        fits_equal = (equal != 0) & (equals + tl.cumsum(equal, 0) <= room)
+        equals += tl.sum(equal, 0)
+        keeps = ((bits > bound) | fits_equal) & (x > float("-inf"))
         place = stored + tl.cumsum(keeps.to(tl.int32), 0) - 1
         fits = keeps & (place < CAPACITY)
         tl.store(kept + place, at, fits)
