@@ -17,7 +17,6 @@ TensorRT-LLM 1.0 publishes for it. If vLLM is installed, it runs afterwards in t
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import json
 import os
@@ -44,6 +43,7 @@ from workloads import (
 )
 
 from slipstream.engine.loop import EngineLoop
+from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
 from slipstream.engine.plan import StepPlan
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
@@ -167,9 +167,7 @@ def start(spec: ModelSpec, settings: EngineSettings, fp8: bool = False) -> Engin
         if compiler is not None:
             compiler.close()
     synchronize(loop)
-    # An engine's process does the same after its start.
-    gc.collect()
-    gc.freeze()
+    freeze_garbage_collector()  # as an engine's process does after its start
     return loop
 
 

@@ -29,14 +29,15 @@ class Likeliest(NamedTuple):
 
     # index of a result → (sample, number of tokens to report)
     samples: dict[int, tuple[int, int]]
-    # float32 [samples, 2, n]: tokens by their bits, and their log-probabilities, in no order
+    # float32 [samples, 2, n]: tokens by their bits, and their log-probabilities. As many as the
+    # sample reports come first, in no order.
     top: Tensor
 
     def to_lists(self) -> dict[int, list[tuple[int, float]]]:
         """Return the tokens with their log-probabilities of each result, the likeliest first."""
-        found = self.top.numpy()[[sample for sample, _ in self.samples.values()]]
         most = max(count for _, count in self.samples.values())
-        order = np.argsort(-found[:, 1], axis=1, kind="stable")[:, :most]
+        found = self.top.numpy()[[sample for sample, _ in self.samples.values()], :, :most]
+        order = np.argsort(-found[:, 1], axis=1, kind="stable")
         tokens = np.take_along_axis(found[:, 0].view(np.int32), order, axis=1).tolist()
         values = np.take_along_axis(found[:, 1], order, axis=1).tolist()
         lists = {}

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.kernels.gpu.compilation.pool import start_pool
@@ -28,7 +29,7 @@ from slipstream.server.engine_link.link import (
     EngineFailed,
     StartOrder,
 )
-from slipstream.server.engine_link.serve import Loop, describe, freeze_garbage_collector, serve
+from slipstream.server.engine_link.serve import Loop, describe, serve
 from slipstream.server.log.capture import capture_python_reports
 from slipstream.server.log.formats import RELAYED
 from slipstream.server.log.output import configure_log

@@ -35,6 +35,12 @@ def gumbel(tokens: Tensor, keys: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
+def hash_tokens(vocab: int) -> Tensor:
+    """Return the part of a token's noise that no row changes: the hash of its id, int32 [vocab]."""
+    hashes = _mix_32(torch.arange(vocab))
+    return torch.where(hashes >= 2**31, hashes - 2**32, hashes).to(torch.int32)
+
+
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest logit of each row and its token: the first of equals; nan if the row has a
     nan. logits: [rows, vocab]

@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
 from slipstream.repository.models import Repository, inspect_repository
 from slipstream.repository.reading import Reading
 from slipstream.server.engine_link.memory_table import memory_table
 from slipstream.server.engine_link.pool import EnginePool
-from slipstream.server.engine_link.serve import freeze_garbage_collector
 from slipstream.server.frontends.count import choose_count, runs_on_gpu, usable_cores
 from slipstream.server.frontends.ports import PortError, Ports
 from slipstream.server.kserve.health import ServerState

@@ -179,9 +179,12 @@ def test_packed_decode_uses_one_warp_under_load(load, one_warp, warps):
 
 
 def test_large_steps_are_captured_only_for_fast_models():
-    assert sizes_to_capture(0) == SIZES
-    assert sizes_to_capture(1152) == [*SIZES, MixedSize(128, 1024, 32), MixedSize(512, 512, 32)]
-    assert max(size.total for size in sizes_to_capture(10_000)) == 2560
+    assert sizes_to_capture(0, 8192, 1024) == SIZES
+    some = [*SIZES, MixedSize(128, 1024, 32), MixedSize(512, 512, 32)]
+    assert sizes_to_capture(1152, 8192, 1024) == some
+    assert max(size.total for size in sizes_to_capture(10_000, 8192, 1024)) == 8704
+    assert max(size.total for size in sizes_to_capture(10_000, 8192, 256)) == 8320
+    assert max(size.total for size in sizes_to_capture(10_000, 4096, 1024)) == 5120
 
 
 @pytest.mark.parametrize(

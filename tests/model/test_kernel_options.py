@@ -80,7 +80,7 @@ def test_mixed_graphs_off_captures_decode_steps_only(mixed, total):
     runner.graphs = Graphs()
     runner.mixed = Mixed()
     reports = []
-    runner.capture(4, lambda done, total: reports.append((done, total)))
+    runner.capture(4, progress=lambda done, total: reports.append((done, total)))
     assert runner.graphs.captures == 1
     assert runner.mixed.captures == int(mixed)
     assert reports[-1] == (total, total)

@@ -61,15 +61,26 @@ SIZES = [
 _LARGE_SIZES = [
     *(MixedSize(128, tokens, 32) for tokens in (1024, 2048)),
     *(MixedSize(512, tokens, 32) for tokens in (512, 1024, 2048)),
+    *(MixedSize(decodes, 4096, 64) for decodes in (128, 1024)),
+    # steps with the default budget of 8192 tokens: the more decodes, the fewer prompt tokens
+    MixedSize(128, 8192, 128),
+    MixedSize(512, 8064, 128),
+    MixedSize(1024, 7680, 128),
 ]
 
 
-def sizes_to_capture(fast_tokens: int) -> list[MixedSize]:
+def sizes_to_capture(fast_tokens: int, step_tokens: int, rows: int) -> list[MixedSize]:
     """Return the sizes to capture.
 
     fast_tokens: tokens of a step that the GPU computes in the time of its launch
+    step_tokens: budget of a step; rows: most rows of a step
     """
-    return SIZES + [size for size in _LARGE_SIZES if size.total <= fast_tokens]
+    most = fast_tokens + fast_tokens // _PADDING_PART
+    return SIZES + [
+        size
+        for size in _LARGE_SIZES
+        if size.total <= most and size.tokens <= step_tokens and size.decodes <= max(rows, 128)
+    ]
 
 
 class MixedBuffers:

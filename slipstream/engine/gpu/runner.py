@@ -103,7 +103,9 @@ class GpuRunner:
         )
         self.resident_ctas = count_resident_ctas(model.device, one_warp)
         self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
-        self.sampling = SamplingRows(max_rows + 1, model.spec.vocab_size, model.device)
+        self.sampling = SamplingRows(
+            max_rows + 1, model.spec.vocab_size, model.device, model.options.deterministic
+        )
         self.cache = model.new_cache((total_blocks + 1) * block_tokens)  # with the null block
         self.host: HostCache | None = None  # host memory for evicted blocks
         self.graphs = DecodeGraphs(
@@ -118,15 +120,18 @@ class GpuRunner:
     def capture(
         self,
         largest: int,
+        step_tokens: int = 0,
         progress: Callable[[int, int], None] = lambda done, total: None,
         fast_tokens: int = 0,
     ) -> None:
         """Capture decode steps of up to `largest` rows, and steps with few prompt tokens.
 
+        step_tokens: budget of a step
         fast_tokens: tokens of a step that the GPU computes in the time of its launch
         """
         decodes = len(batch_sizes(largest))
-        sizes = sizes_to_capture(fast_tokens) if self.model.options.mixed_graphs else []
+        mixed = self.model.options.mixed_graphs
+        sizes = sizes_to_capture(fast_tokens, step_tokens, largest) if mixed else []
         total = decodes + len(sizes)
         logit_rows = max((size.logits for size in sizes), default=0)
         self.graphs.capture(largest, lambda done: progress(done, total), logit_rows)

@@ -41,10 +41,13 @@ _LARGE_BIAS = 1000.0  # of a logit, beyond which it has too few digits left
 
 
 class SamplingRows:
-    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
-        """rows: with the padding row"""
+    def __init__(
+        self, rows: int, vocab: int, device: torch.device, deterministic: bool = False
+    ) -> None:
+        """rows: with the padding row; deterministic: a draw never depends on the other rows"""
         self.vocab = vocab
         self.device = device
+        self.deterministic = deterministic
         self.table = SamplingTable.empty(rows, vocab, device)
         self.scratch = Scratch.empty(rows, vocab, device)
         self._flags = np.zeros(rows, dtype=np.int32)  # as the device has them
@@ -70,9 +73,9 @@ class SamplingRows:
         rows = np.array([start.row for start in starts], dtype=np.int64)
         self._flags[rows] = self._own_flags[rows] = lines[:, _FLAGS]
         self.table.fields[to_device(rows, self.device)] = to_device(lines, self.device)
-        for start, line in zip(starts, lines, strict=True):
-            if line[_FLAGS]:
-                self._write_lists(start.row, start.sampling)
+        self._write_lists(
+            [start for start, line in zip(starts, lines, strict=True) if line[_FLAGS]]
+        )
 
     def _line(self, start: RowStart) -> np.ndarray:
         """Return a row's line of the table, int32 [FIELDS]."""
@@ -90,22 +93,40 @@ class SamplingRows:
             self.top_counts[row] = p.top_log_probs
         return encode(p, start.prompt_tokens)
 
-    def _write_lists(self, row: int, p: SamplingParams) -> None:
-        table = self.table
-        if p.logit_bias:
-            bias = _sum_bias(p.logit_bias)
-            tokens = np.array(list(bias), dtype=np.int32)
-            table.bias_tokens[row, : len(bias)] = to_device(tokens, self.device)
-            values = np.array(list(bias.values()), dtype=np.float32)
-            table.bias_values[row, : len(bias)] = to_device(values, self.device)
-        if p.min_tokens and p.end_ids:
-            ids = np.array(p.end_ids, dtype=np.int32)
-            table.end_ids[row, : len(ids)] = to_device(ids, self.device)
-        if p.allowed_tokens:
-            bits = np.zeros(pieces(self.vocab, 32) * 32, dtype=np.uint8)
-            bits[np.array(p.allowed_tokens)] = 1
-            words = np.packbits(bits, bitorder="little").view(np.int32)
-            table.masks[row] = to_device(words, self.device)
+    def _write_lists(self, starts: Sequence[RowStart]) -> None:
+        """Write the bias, the end tokens and the allowed tokens of rows that have them."""
+        bias_tokens = {}
+        bias_values = {}
+        end_ids = {}
+        masks = {}
+        for start in starts:
+            row = start.row
+            p = start.sampling
+            if p.logit_bias:
+                bias = _sum_bias(p.logit_bias)
+                bias_tokens[row] = np.array(list(bias), dtype=np.int32)
+                bias_values[row] = np.array(list(bias.values()), dtype=np.float32)
+            if p.min_tokens and p.end_ids:
+                end_ids[row] = np.array(p.end_ids, dtype=np.int32)
+            if p.allowed_tokens:
+                bits = np.zeros(pieces(self.vocab, 32) * 32, dtype=np.uint8)
+                bits[np.array(p.allowed_tokens)] = 1
+                masks[row] = np.packbits(bits, bitorder="little").view(np.int32)
+        self._write_lines(self.table.bias_tokens, bias_tokens)
+        self._write_lines(self.table.bias_values, bias_values)
+        self._write_lines(self.table.end_ids, end_ids)
+        self._write_lines(self.table.masks, masks)
+
+    def _write_lines(self, target: Tensor, lines: dict[int, np.ndarray]) -> None:
+        """Write the beginning of some rows of a tensor, with one copy for all of them."""
+        if not lines:
+            return
+        width = max(len(line) for line in lines.values())
+        staged = np.zeros((len(lines), width), dtype=next(iter(lines.values())).dtype)
+        for place, line in zip(staged, lines.values(), strict=True):
+            place[: len(line)] = line
+        rows = to_device(np.array(list(lines)), self.device)
+        target[:, :width][rows] = to_device(staged, self.device)
 
     def _write_masks(self, masks: dict[int, bytes]) -> None:
         """Write the masks of a step to the rows that have one, and clear those of the step before.
@@ -144,7 +165,7 @@ class SamplingRows:
             others = self.sample(logits[most:], rows[most:], lengths[most:], tokens)
             return Drawn(*(torch.cat(both) for both in zip(first, others, strict=True)))
         adjust(logits, rows, lengths, tokens, self.table, self.scratch)
-        return draw(logits, rows, lengths, tokens, self.table, self.scratch)
+        return draw(logits, rows, lengths, tokens, self.table, self.scratch, self.deterministic)
 
     def find_likeliest(self, drawn: Drawn, rows: Sequence[int]) -> Likeliest | None:
         """Return the likeliest tokens of the samples that report them; None if there are none."""

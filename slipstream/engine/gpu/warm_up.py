@@ -21,9 +21,6 @@ from slipstream.kernels.gpu.prefill_tiles import LARGE_TILES_FROM
 # tokens of each prompt in a warm-up step with the full budget; more where there are few rows
 _WARM_UP_TOKENS = 1024
 
-# The launch of a step by the host, without a graph.
-_LAUNCH_SECONDS = 0.008
-
 
 class Measured(NamedTuple):
     """What was measured on the way."""
@@ -69,8 +66,9 @@ class GpuWarmUp:
         free, _ = torch.cuda.mem_get_info()
         self._runner.capture(
             self._max_rows,
+            self._step_tokens,
             lambda done, total: progress("capturing decode steps", done, total),
-            round(_LAUNCH_SECONDS * tokens_per_second),
+            round(self._time_launch() * tokens_per_second),
         )
         graph_bytes = max(0, free - torch.cuda.mem_get_info()[0])
         return Measured(step_bytes, graph_bytes, tokens_per_second)
@@ -81,9 +79,9 @@ class GpuWarmUp:
             self._runner, vocab_size, self._blocks, self._longest, tokens, requests, steps, output
         )
 
-    def _run_first_step(self) -> None:
+    def _run_first_step(self, output: int = 2) -> None:
         self._runner.model.prepare_gates()
-        self._warm_up()
+        self._warm_up(output=output)
 
     def _run_full_step(self, output: int = 2) -> int:
         """Run a step with the full budget; return its prompt tokens. output: tokens to generate"""
@@ -101,6 +99,18 @@ class GpuWarmUp:
         began = time.perf_counter()
         tokens = self._run_full_step(output=1)
         return tokens / (time.perf_counter() - began)
+
+    def _time_launch(self) -> float:
+        """Return the seconds that the host takes to launch a step without a graph: the time of a
+        step with few tokens, which takes the GPU less.
+        """
+        seconds = []
+        for _ in range(2):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            self._run_first_step(output=1)
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
 
     def _run_long_prompts(self) -> None:
         """Run long prompts, and prompts of several steps, which have kernels of their own."""

@@ -5,7 +5,6 @@ The in-process engine runs the same loop on a thread, over a queue instead of a 
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Protocol, cast
 
@@ -97,12 +96,3 @@ def describe(error: Exception) -> str:
     """Return one line that a client may see: the kind of error and the first line of its text."""
     text = str(error).strip().partition("\n")[0][:500]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def freeze_garbage_collector() -> None:
-    """Exclude all objects that exist now from further garbage collections.
-
-    A collection of all of them would stop every request: for 0.1 s where torch is loaded.
-    """
-    gc.collect()
-    gc.freeze()

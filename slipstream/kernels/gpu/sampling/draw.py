@@ -63,6 +63,10 @@ from slipstream.kernels.gpu.sampling.top_k import draw_from_kept, keep_top_k, li
 
 _BLOCK = 1024  # tokens that a CTA reads at a time
 _CHUNK = 64  # groups that a CTA holds in registers
+# A CTA takes about as long to begin and to end as to read 5,000 logits. Rows are cut into fewer
+# parts where there are this many CTAs, but not into too few: some parts are read again.
+_ENOUGH_CTAS = 2048
+_LEAST_PARTS = 8
 
 
 @triton.jit
@@ -150,7 +154,8 @@ def _choose(
     own_groups = groups + sample * group_count
     own_kept = kept + sample * 2 * CAPACITY
     base = logits + sample * stride
-    bests = read_part(own, PART_BEST, PARTS)
+    part_count = tl.cdiv(vocab, span)
+    bests = read_part(own, part_count, PART_BEST, float("-inf"), PARTS)
     broken = tl.sum((bests != bests).to(tl.int32), 0) > 0
     value, index = tl.max(bests, 0, return_indices=True)
     token = tl.load(own + PART_TOKEN * PARTS + index).to(tl.int32, bitcast=True)
@@ -181,7 +186,7 @@ def _choose(
             )  # fmt: skip
             log_prob = own_logit - tl.load(raw + sample)
         else:
-            top, total = sum_parts(own, PART_RAW_TOP, PART_RAW_SUM, PARTS)
+            top, total = sum_parts(own, part_count, PART_RAW_TOP, PART_RAW_SUM, PARTS)
             log_sum = top + tl.log(total)
             log_prob = value - log_sum
             wanted = read_field(table, row, TOP_COUNT)
@@ -207,12 +212,12 @@ def draw(
     tokens: Tensor,  # int64 [rows of the engine, longest]
     table: SamplingTable,
     scratch: Scratch,  # of at least as many samples
+    deterministic: bool = False,
 ) -> Drawn:
-    """Draw a token for each row."""
-    _test_parts(logits, rows, lengths, table, scratch)
+    """Draw a token for each row. deterministic: cut rows alike, however many there are"""
     samples, vocab = logits.shape
-    device = logits.device
-    drawn = Drawn.empty(samples, device)
+    span = _test_parts(logits, rows, lengths, table, scratch, deterministic)
+    drawn = Drawn.empty(samples, logits.device)
     group_count = scratch.groups.shape[1]
     _choose[(samples,)](
         logits,
@@ -234,7 +239,7 @@ def draw(
         vocab,
         logits.stride(0),
         group_count,
-        _span(vocab),
+        span,
         tokens.stride(0),
         MAX_BIAS=table.bias_tokens.shape[1],
         PARTS=PARTS,
@@ -245,23 +250,34 @@ def draw(
         CHUNK=_CHUNK,
         CAPACITY=MAX_TOP_K,
         TOPS=MAX_TOP_COUNT,
-        FAST=device.type == "cuda",
+        FAST=logits.is_cuda,
         num_warps=16,
-        **overlapping(device),
+        **overlapping(logits.device),
     )
     return drawn
 
 
-def _span(vocab: int) -> int:
-    """Return the tokens of a part."""
-    return pieces(vocab, PARTS * GROUP) * GROUP
+def _span(samples: int, vocab: int) -> int:
+    """Return the tokens of a part: few for few rows, so that all SMs have work."""
+    parts = PARTS
+    while parts > _LEAST_PARTS and samples * parts > _ENOUGH_CTAS:
+        parts //= 2
+    return pieces(vocab, parts * GROUP) * GROUP
 
 
 def _test_parts(
-    logits: Tensor, rows: Tensor, lengths: Tensor, table: SamplingTable, scratch: Scratch
-) -> None:
-    """Store the best of each part of each row, after the filters of rows without top-k."""
+    logits: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    table: SamplingTable,
+    scratch: Scratch,
+    deterministic: bool,
+) -> int:
+    """Store the best of each part of each row, after the filters of rows without top-k. Return the
+    tokens of a part.
+    """
     samples, vocab = logits.shape
+    span = _span(1 if deterministic else samples, vocab)
     shared = {
         "PARTS": PARTS,
         "PART_FIELDS": PART_FIELDS,
@@ -269,15 +285,16 @@ def _test_parts(
         "num_warps": 4,
         **overlapping(logits.device),
     }
-    fast = logits.device.type == "cuda"
+    fast = logits.is_cuda
     sizes = (vocab, logits.stride(0))
-    span = _span(vocab)
-    scan_parts[(samples, PARTS)](
+    grid = (samples, pieces(vocab, span))
+    scan_parts[grid](
         logits,
         rows,
         lengths,
         table.fields,
         table.masks,
+        table.hashes,
         scratch.parts,
         scratch.groups,
         *sizes,
@@ -288,7 +305,8 @@ def _test_parts(
         FAST=fast,
         **shared,
     )
-    weigh_parts[(samples, PARTS)](logits, rows, table.fields, scratch.parts, *sizes, span, **shared)
-    scan_again[(samples, PARTS)](
+    weigh_parts[grid](logits, rows, table.fields, scratch.parts, *sizes, span, **shared)
+    scan_again[grid](
         logits, rows, lengths, table.fields, scratch.parts, *sizes, span, FAST=fast, **shared
     )
+    return span

@@ -55,28 +55,34 @@ def measure_of(x, inverse, centre, typical):
 
 
 @triton.jit
-def read_filter(parts, table, row, PARTS: tl.constexpr):
+def read_filter(parts, count, table, row, PARTS: tl.constexpr):
     """Return what the filters of a row need: 1 / temperature, the probability to keep, whether it
     is that of typical sampling, the centre, the least scaled logit, the largest one, and the sum of
     exp(scaled - largest).
     """
     inverse = 1.0 / read_real(table, row, TEMPERATURE)
     typical_p = read_real(table, row, TYPICAL_P)
-    top, total = sum_parts(parts, PART_TOP, PART_SUM, PARTS)
-    centre = top + tl.log(total) - entropy_of_parts(parts, top, total, PARTS)
+    top, total = sum_parts(parts, count, PART_TOP, PART_SUM, PARTS)
+    centre = top + tl.log(total) - entropy_of_parts(parts, count, top, total, PARTS)
     probability = tl.minimum(read_real(table, row, TOP_P), typical_p)
     floor = top + read_real(table, row, LOG_MIN_P)
     return inverse, probability, typical_p < 1.0, centre, floor, top, total
 
 
 @triton.jit
-def _best_score(parts, PARTS: tl.constexpr):
+def _best_score(parts, count, PARTS: tl.constexpr):
     """Return the logit and the token of the best score of a row."""
-    tokens = read_part(parts, PART_SCORE_TOKEN, PARTS).to(tl.int32, bitcast=True)
-    _, value, token = winner(
-        read_part(parts, PART_SCORE, PARTS), read_part(parts, PART_SCORE_VALUE, PARTS), tokens
-    )
+    scores = read_part(parts, count, PART_SCORE, float("-inf"), PARTS)
+    values = read_part(parts, count, PART_SCORE_VALUE, float("-inf"), PARTS)
+    tokens = read_part(parts, count, PART_SCORE_TOKEN, 0.0, PARTS).to(tl.int32, bitcast=True)
+    _, value, token = winner(scores, values, tokens)
     return value, token
+
+
+@triton.jit
+def _tested_mass(parts, count, PARTS: tl.constexpr):
+    """Return the mass of the tokens with a smaller measure than the best score of a row."""
+    return tl.sum(read_part(parts, count, PART_MASS, 0.0, PARTS), 0)
 
 
 @triton.jit
@@ -113,9 +119,13 @@ def _best_below(
     score = tl.full((BLOCK,), float("-inf"), tl.float32)
     value = score
     token = tl.full((BLOCK,), 0, tl.int32) + begin
+    first = begin + tl.arange(0, BLOCK)
+    following = tl.load(base + first, first < end, other=float("-inf")).to(tl.float32)
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(base + at, at < end, other=float("-inf")).to(tl.float32)
+        x = following
+        ahead = at + BLOCK
+        following = tl.load(base + ahead, ahead < end, other=float("-inf")).to(tl.float32)
         scaled = x * inverse
         kept = (measure_of(x, inverse, centre, typical) < limit) & (scaled >= floor)
         found = tl.where(kept, scaled + gumbel(at, key, FAST), float("-inf"))
@@ -151,14 +161,16 @@ def weigh_parts(
     draws = read_field(table, row, FLAGS) & DRAWS != 0
     if draws & filters & (read_field(table, row, TOP_K) == 0):
         own = parts + sample * PART_FIELDS * PARTS
-        inverse, _, typical, centre, _, top, _ = read_filter(own, table, row, PARTS)
-        value, _ = _best_score(own, PARTS)
+        count = tl.cdiv(vocab, span)
+        inverse, _, typical, centre, _, top, _ = read_filter(own, count, table, row, PARTS)
+        value, _ = _best_score(own, count, PARTS)
         limit = measure_of(value, inverse, centre, typical)
         end = tl.minimum((part + 1) * span, vocab)
         base = logits + sample * stride
-        mass = _mass_below(
-            base, part * span, end, limit, inverse, centre, typical, top, BLOCK
-        )  # fmt: skip
+        mass = 0.0
+        # Where no logit is larger, there is nothing to sum.
+        if typical | (tl.load(own + PART_BEST * PARTS + part) > value):
+            mass = _mass_below(base, part * span, end, limit, inverse, centre, typical, top, BLOCK)
         tl.store(own + PART_MASS * PARTS + part, mass)
 
 
@@ -191,10 +203,13 @@ def scan_again(
     draws = read_field(table, row, FLAGS) & DRAWS != 0
     if draws & filters & (read_field(table, row, TOP_K) == 0):
         own = parts + sample * PART_FIELDS * PARTS
-        inverse, probability, typical, centre, floor, _, total = read_filter(own, table, row, PARTS)
-        value, _ = _best_score(own, PARTS)
+        count = tl.cdiv(vocab, span)
+        inverse, probability, typical, centre, floor, _, total = read_filter(
+            own, count, table, row, PARTS
+        )
+        value, _ = _best_score(own, count, PARTS)
         limit = float("inf")
-        if _is_rejected(tl.sum(read_part(own, PART_MASS, PARTS), 0), probability, total):
+        if _is_rejected(_tested_mass(own, count, PARTS), probability, total):
             limit = measure_of(value, inverse, centre, typical)
         place = own + part
         score = tl.load(place + PART_SCORE * PARTS)
@@ -228,18 +243,19 @@ def draw_from_parts(
     third one is rare: one CTA then looks for it.
     """
     infinity = float("inf")
-    value, token = _best_score(parts, PARTS)
+    count = tl.cdiv(vocab, span)
+    value, token = _best_score(parts, count, PARTS)
     probability = tl.minimum(read_real(table, row, TOP_P), read_real(table, row, TYPICAL_P))
     if (probability < 1.0) | (read_real(table, row, LOG_MIN_P) > -infinity):
         inverse, probability, typical, centre, floor, top, total = read_filter(
-            parts, table, row, PARTS
+            parts, count, table, row, PARTS
         )
-        mass = tl.sum(read_part(parts, PART_MASS, PARTS), 0)
+        mass = _tested_mass(parts, count, PARTS)
         rejected = _is_rejected(mass, probability, total)
         index = tl.arange(0, PARTS)
-        scores = read_part(parts, PART_NEXT, PARTS)
-        values = read_part(parts, PART_NEXT_VALUE, PARTS)
-        tokens = read_part(parts, PART_NEXT_TOKEN, PARTS).to(tl.int32, bitcast=True)
+        scores = read_part(parts, count, PART_NEXT, -infinity, PARTS)
+        values = read_part(parts, count, PART_NEXT_VALUE, -infinity, PARTS)
+        tokens = read_part(parts, count, PART_NEXT_TOKEN, 0.0, PARTS).to(tl.int32, bitcast=True)
         _, next_value, next_token = winner(scores, values, tokens)
         tested = (rejected == 0) & (next_token == token)
         value = next_value
@@ -257,7 +273,7 @@ def draw_from_parts(
                     end = tl.minimum((part + 1) * span, vocab)
                     found, found_value, found_token = _best_below(
                         base, part * span, end, limit, floor,
-                        inverse, centre, typical, key, BLOCK, FAST,
+                        inverse, centre, typical, key, 4 * BLOCK, FAST,
                     )  # fmt: skip
                     scores = tl.where(index == part, found, scores)
                     values = tl.where(index == part, found_value, values)

@@ -64,7 +64,13 @@ def exp(x, FAST: tl.constexpr):
 @triton.jit
 def gumbel(tokens, key, FAST: tl.constexpr):
     """Return the noise of tokens (int32) in a row with this noise key: -log(-log(uniform))."""
-    bits = _mix_32(_mix_32(tokens.to(tl.uint32, bitcast=True)) ^ key) >> 8
+    return gumbel_of_hashes(_mix_32(tokens.to(tl.uint32, bitcast=True)), key, FAST)
+
+
+@triton.jit
+def gumbel_of_hashes(hashes, key, FAST: tl.constexpr):
+    """Return the noise of tokens whose hashes (uint32) are known."""
+    bits = _mix_32(hashes ^ key) >> 8
     uniform = bits.to(tl.float32) * 5.9604644775390625e-08 + 2.98023223876953125e-08
     uniform = tl.minimum(uniform, 0.999999940395355224609375)
     # Near 1, where the largest noise comes from, a series is exact to the last bits.

@@ -8,16 +8,18 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu.launch import CachedKernel, wait_and_trigger
-from slipstream.kernels.gpu.sampling.noise import exp, gumbel, noise_key
+from slipstream.kernels.gpu.sampling.noise import exp, gumbel_of_hashes, noise_key
 from slipstream.kernels.gpu.sampling.table import (
     ADJUSTS,
     DRAWS,
     FLAGS,
+    LOG_MIN_P,
     LOG_PROBS,
     MASKED,
     TEMPERATURE,
     TOP_COUNT,
     TOP_K,
+    TOP_P,
     TYPICAL_P,
     read_field,
     read_real,
@@ -47,28 +49,33 @@ NO_TOP = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def read_part(parts, FIELD: tl.constexpr, PARTS: tl.constexpr):
-    """Return a field of all parts of a row. `parts`: the beginning of the row's parts."""
-    return tl.load(parts + FIELD * PARTS + tl.arange(0, PARTS))
+def read_part(parts, count, FIELD: tl.constexpr, other, PARTS: tl.constexpr):
+    """Return a field of all parts of a row: [PARTS], with `other` behind the last part.
+
+    parts: the beginning of the row's parts; count: the number of parts
+    """
+    index = tl.arange(0, PARTS)
+    return tl.load(parts + FIELD * PARTS + index, index < count, other=other)
 
 
 @triton.jit
-def sum_parts(parts, TOP: tl.constexpr, SUM: tl.constexpr, PARTS: tl.constexpr):
+def sum_parts(parts, count, TOP: tl.constexpr, SUM: tl.constexpr, PARTS: tl.constexpr):
     """Return the largest value of a row, and the sum of exp(value - largest)."""
-    tops = read_part(parts, TOP, PARTS)
+    tops = read_part(parts, count, TOP, float("-inf"), PARTS)
     top = tl.max(tops, 0)
     weights = tl.where(tops > float("-inf"), tl.exp(tops - top), 0.0)
-    return top, tl.sum(weights * read_part(parts, SUM, PARTS), 0)
+    return top, tl.sum(weights * read_part(parts, count, SUM, 0.0, PARTS), 0)
 
 
 @triton.jit
-def entropy_of_parts(parts, top, total, PARTS: tl.constexpr):
+def entropy_of_parts(parts, count, top, total, PARTS: tl.constexpr):
     """Return the entropy of a row's distribution."""
-    tops = read_part(parts, PART_TOP, PARTS)
+    tops = read_part(parts, count, PART_TOP, float("-inf"), PARTS)
     some = tops > float("-inf")
     weights = tl.where(some, tl.exp(tops - top), 0.0)
     shift = tl.where(some, tops - top, 0.0)
-    moments = read_part(parts, PART_MOMENT, PARTS) + shift * read_part(parts, PART_SUM, PARTS)
+    sums = read_part(parts, count, PART_SUM, 0.0, PARTS)
+    moments = read_part(parts, count, PART_MOMENT, 0.0, PARTS) + shift * sums
     return tl.log(total) - tl.sum(weights * moments, 0) / total
 
 
@@ -123,6 +130,7 @@ def scan_parts(
     lengths,
     table,
     masks,
+    hashes,
     parts,
     groups,
     vocab,
@@ -150,12 +158,14 @@ def scan_parts(
     masked = flags & MASKED != 0
     # Adjusted logits are not the model's own: `adjust` has summed those.
     sums_raw = flags & (LOG_PROBS | ADJUSTS) == LOG_PROBS
-    wants_groups = (draws & (read_field(table, row, TOP_K) > 0)) | (
-        read_field(table, row, TOP_COUNT) > 0
-    )
+    from_top_k = draws & (read_field(table, row, TOP_K) > 0)
+    wants_groups = from_top_k | (read_field(table, row, TOP_COUNT) > 0)
+    scores = draws & (from_top_k == 0)
     inverse = 1.0 / tl.where(draws, read_real(table, row, TEMPERATURE), 1.0)
     key = noise_key(table, row, tl.load(lengths + sample))
     typical = read_real(table, row, TYPICAL_P) < 1.0
+    narrowed = read_real(table, row, TOP_P) < 1.0
+    narrowed = narrowed | typical | (read_real(table, row, LOG_MIN_P) > float("-inf"))
     base = logits + sample * stride
     infinity = float("inf")
     lowest = tl.full((BLOCK,), -infinity, tl.float32)
@@ -193,12 +203,14 @@ def scan_parts(
             largest = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
             group = begin // GROUP + tl.arange(0, BLOCK // GROUP)
             tl.store(groups + sample * group_count + group, largest, group * GROUP < end)
-        if draws:
+        if scores:
             scaled = x * inverse
             if typical:
                 moment = add_moment(scaled, top, total, moment)
-            top, total = add_weight(scaled, top, total, FAST)
-            found = scaled + gumbel(at, key, FAST)
+            if narrowed:
+                top, total = add_weight(scaled, top, total, FAST)
+            hashed = tl.load(hashes + at, inside, other=0).to(tl.uint32, bitcast=True)
+            found = scaled + gumbel_of_hashes(hashed, key, FAST)
             score_token = tl.where(found > score, at, score_token)
             score = tl.maximum(found, score)
     place = parts + sample * PART_FIELDS * PARTS + part
@@ -212,7 +224,7 @@ def scan_parts(
         sum_top, sum_total, _ = combine_lanes(raw_top, raw_sum, zeros)
         tl.store(place + PART_RAW_TOP * PARTS, sum_top)
         tl.store(place + PART_RAW_SUM * PARTS, sum_total)
-    if draws:
+    if scores:
         sum_top, sum_total, sum_moment = combine_lanes(top, total, moment)
         tl.store(place + PART_TOP * PARTS, sum_top)
         tl.store(place + PART_SUM * PARTS, sum_total)

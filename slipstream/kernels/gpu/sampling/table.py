@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.gpu.launch import pieces
+from slipstream.kernels.sampling import hash_tokens
 
 # Columns of the table, one line of int32 values per row. Real numbers are stored by their bits.
 FIELDS = 32
@@ -56,6 +57,7 @@ class SamplingTable(NamedTuple):
     bias_tokens: Tensor  # int32 [rows, MAX_BIAS]
     bias_values: Tensor  # float32 [rows, MAX_BIAS]
     end_ids: Tensor  # int32 [rows, MAX_END_IDS]
+    hashes: Tensor  # int32 [vocab]: of the tokens, for the noise of draws
 
     @classmethod
     def empty(cls, rows: int, vocab: int, device: torch.device) -> SamplingTable:
@@ -70,6 +72,7 @@ class SamplingTable(NamedTuple):
             bias_tokens=zeros(MAX_BIAS),
             bias_values=zeros(MAX_BIAS, torch.float32),
             end_ids=zeros(MAX_END_IDS),
+            hashes=hash_tokens(vocab).to(device),
         )
 
 
