@@ -10,7 +10,8 @@ the engine. The high bits of a request id are the number of the front end that s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import cast
 
 # Upper bounds, in seconds, of the histogram of queue times; the last bucket has none.
@@ -72,6 +73,29 @@ class EngineInfo:
     # what decided max_rows; one of memory.division.RowBound
     rows_bound: str = ""
     cache_dtype: str = ""  # of keys and values
+    reuse: bool = True  # blocks of finished requests are kept for requests with the same prefix
+
+    @classmethod
+    def of_replicas(cls, infos: Sequence[EngineInfo]) -> EngineInfo:
+        """Return the sizes of several replicas together: memory and capacity add up, and a request
+        must fit any one of them.
+        """
+        sums = {name: sum(getattr(info, name) for info in infos) for name in _SUMMED_SIZES}
+        least = {name: min(getattr(info, name) for info in infos) for name in _LEAST_SIZES}
+        slowest = max(info.load_seconds for info in infos)
+        return replace(infos[0], load_seconds=slowest, **sums, **least)
+
+
+_SUMMED_SIZES = (
+    "max_rows",
+    "total_blocks",
+    "weight_bytes",
+    "cache_bytes",
+    "step_bytes",
+    "graph_bytes",
+    "compressed_weight_bytes",
+)
+_LEAST_SIZES = ("max_sequence_tokens", "max_beam_width", "step_tokens")
 
 
 @dataclass(slots=True)
@@ -221,3 +245,18 @@ class EngineStats:
             own + past for own, past in zip(self.queue_counts, before.queue_counts, strict=True)
         ]
         return replace(self, queue_counts=queue_counts, **totals)
+
+    @classmethod
+    def of_replicas(cls, each: Sequence[EngineStats]) -> EngineStats:
+        """Return the statistics of several replicas together: counters and gauges add up."""
+        numbers = [
+            one.name for one in fields(cls) if one.name not in ("timestamp_us", "queue_counts")
+        ]
+        sums = {name: sum(getattr(stats, name) for stats in each) for name in numbers}
+        return cls(
+            timestamp_us=max(stats.timestamp_us for stats in each),
+            queue_counts=[
+                sum(counts) for counts in zip(*(s.queue_counts for s in each), strict=True)
+            ],
+            **sums,
+        )

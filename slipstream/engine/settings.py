@@ -14,6 +14,9 @@ from slipstream.kernels.options import KernelOptions
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 CacheType = Literal["auto", "fp8"]
 MOST_RANK = 256  # of an adapter
+MOST_REPLICAS = 64
+# GPUs of one replica. More than one needs tensor parallelism, which the engine lacks.
+MOST_DEVICES_PER_REPLICA = 1
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class EngineSettings:
     policy: Policy = "guaranteed_no_evict"
     reuse: bool = True  # keep the blocks of finished requests for requests with the same prefix
     chunked: bool = True  # a long prompt may be spread over several steps
-    threads: int | None = None  # CPU threads; None: the cores that this process may use
+    # CPU threads; None: the cores that this process may use, divided among the replicas
+    threads: int | None = None
     max_beam_width: int | None = None  # of one request; None: as many as rows, at most 64
     # attention windows of the layers, repeated from the first; empty: the model's own
     attention_windows: Sequence[int] = ()
@@ -65,11 +69,17 @@ class EngineSettings:
     compressed_kv_cache: bool = True  # bf16 keys and values in 12 bits
     fused_gemv: bool = True  # one kernel for GEMV, residual addition and norm in one-token steps
     mixed_graphs: bool = True  # CUDA graphs of steps that mix decodes with few prompt tokens
+    replicas: int = 1  # engines of this model behind one server
+    replica: int = 0  # index of this engine among them
+    # GPUs of all replicas in order, as numbered within CUDA_VISIBLE_DEVICES; each replica has the
+    # same number of them. Empty: replicas take the GPUs in turn. No effect on a CPU
+    devices: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self._check_sizes()
         self._check_adapters()
         self._check_attention()
+        self._check_replicas()
 
     def _check_sizes(self) -> None:
         self._check_at_least(1, "max_rows", "block_tokens", "step_tokens", "max_beam_width")
@@ -111,6 +121,14 @@ class EngineSettings:
             raise ValueError(
                 f"{self.sink_tokens} sink tokens need a larger attention window than themselves"
             )
+
+    def _check_replicas(self) -> None:
+        self._check_at_least(1, "replicas")
+        problem = replicas_problem(self.replicas, self.devices)
+        if problem:
+            raise ValueError(problem)
+        if not 0 <= self.replica < self.replicas:
+            raise ValueError(f"replica {self.replica} is not one of {self.replicas} replicas")
 
     def _check_at_least(self, least: int, *names: str) -> None:
         for name in names:
@@ -155,3 +173,22 @@ class EngineSettings:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> EngineSettings:
         return cls(**values)
+
+
+def replicas_problem(replicas: int, devices: Sequence[int]) -> str:
+    """Return why an engine cannot run as these replicas on these GPUs; empty: it can."""
+    if not 1 <= replicas <= MOST_REPLICAS:
+        return f"replicas must be 1 to {MOST_REPLICAS}, not {replicas}"
+    if any(device < 0 for device in devices):
+        return f"devices must be GPU numbers from 0 on, not {list(devices)}"
+    if len(devices) % replicas:
+        return (
+            f"{len(devices)} GPUs cannot be shared equally by {replicas} replicas: give each "
+            "replica as many GPUs"
+        )
+    if len(devices) // replicas > MOST_DEVICES_PER_REPLICA:
+        return (
+            f"{len(devices)} GPUs for {replicas} {'replica' if replicas == 1 else 'replicas'}: a "
+            "replica on several GPUs (tensor parallel) is not supported; give each replica one GPU"
+        )
+    return ""

@@ -18,6 +18,7 @@ from slipstream.engine.cache.window import Window
 from slipstream.engine.loop import EngineLoop, Progress, StepRunner, warm_up
 from slipstream.engine.memory import division
 from slipstream.engine.memory.host import read_host_memory
+from slipstream.engine.memory.placement import cpu_threads, place_replica
 from slipstream.engine.messages import EngineInfo
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
@@ -52,6 +53,7 @@ class EngineSizes:
     longest: int  # tokens of the longest sequence
     step_tokens: int  # token budget of one step
     depth: int = 1  # plans in flight
+    sharing: int = 1  # replicas on the device, this one included, which share its memory
 
 
 def create_engine(
@@ -123,6 +125,7 @@ def _describe(
         step_tokens=sizes.step_tokens,
         rows_bound=parts.rows_bound,
         cache_dtype=_describe_cache_dtype(prepared.runner.cache.dtype),
+        reuse=settings.reuse,
     )
 
 
@@ -134,10 +137,10 @@ def _describe_cache_dtype(dtype: torch.dtype) -> str:
 def _choose_sizes(
     settings: EngineSettings, longest_sequence: int, most_step_tokens: int | None
 ) -> EngineSizes:
-    device = _device(settings)
+    device, sharing = _place(settings)
     on_gpu = device.type == "cuda"
     if not on_gpu:
-        torch.set_num_threads(settings.threads or usable_cores())
+        torch.set_num_threads(cpu_threads(settings, usable_cores()))
     usual = _GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS
     longest = min(longest_sequence, settings.max_sequence_tokens or longest_sequence)
     step_tokens = settings.step_tokens or min(usual, most_step_tokens or usual)
@@ -148,6 +151,7 @@ def _choose_sizes(
         # Without chunks a whole prompt must fit one step.
         step_tokens=step_tokens if settings.chunked else max(step_tokens, longest),
         depth=2 if on_gpu and settings.overlap else 1,
+        sharing=sharing,
     )
 
 
@@ -262,6 +266,18 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def _place(settings: EngineSettings) -> tuple[torch.device, int]:
+    """Return the device of this replica and how many replicas are on it."""
+    device = _device(settings)
+    if device.type != "cuda":
+        return device, settings.replicas
+    placement = place_replica(settings, torch.cuda.device_count())
+    if placement.device is None:
+        return device, placement.sharing
+    torch.cuda.set_device(placement.device)  # Triton launches kernels on the current device
+    return torch.device("cuda", placement.device), placement.sharing
+
+
 def _device(settings: EngineSettings) -> torch.device:
     nvidia = torch.version.hip is None  # torch calls AMD's GPUs cuda, too
     if settings.device == "auto":
@@ -309,9 +325,10 @@ def _divide_memory(
     )
     limits = division.RowLimits(settings.max_rows, most_rows)
     if model.device.type == "cuda":
-        return _divide_gpu_memory(model, settings, sizes.step_tokens, sequence, limits)
-    available = read_host_memory().available
+        return _divide_gpu_memory(model, settings, sizes, sequence, limits)
+    host = read_host_memory()
     wanted = division.cache_tokens(settings.cache_tokens, settings.cache_bytes, sequence)
+    available = division.cpu_share(host, sizes.sharing, wanted is not None)
     blocks = division.cpu_blocks(available, sequence, wanted)
     rows, bound = division.cpu_rows(available, sequence, sizes.step_tokens, blocks, limits)
     return MemoryParts(rows, blocks, rows_bound=bound)
@@ -320,16 +337,20 @@ def _divide_memory(
 def _divide_gpu_memory(
     model: Transformer,
     settings: EngineSettings,
-    step_tokens: int,
+    sizes: EngineSizes,
     sequence: division.SequenceSizes,
     limits: division.RowLimits,
 ) -> MemoryParts:
+    step_tokens = sizes.step_tokens
     free, total = torch.cuda.mem_get_info(model.device)
     fraction = settings.cache_memory_fraction
-    if settings.gpu_memory_utilization is not None:
-        own = torch.cuda.memory_reserved(model.device)
-        free = division.usable_bytes(free, total, own, settings.gpu_memory_utilization)
+    utilization = settings.gpu_memory_utilization
+    if utilization is not None:
         fraction = 1.0
+    if utilization is not None or sizes.sharing > 1:
+        own = torch.cuda.memory_reserved(model.device)
+        share = (1.0 if utilization is None else utilization) / sizes.sharing
+        free = division.usable_bytes(free, total, own, share)
     wanted = division.cache_tokens(settings.cache_tokens, settings.cache_bytes, sequence)
     rows, bound = division.gpu_rows(free, sequence, step_tokens, fraction, wanted, limits)
     budget = division.gpu_budget(free, rows, sequence, step_tokens, fraction)

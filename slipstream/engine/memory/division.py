@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from slipstream.engine.memory.host import HostMemory
+
 # The most rows of an engine: the largest batch size that is captured as a CUDA graph.
 MOST_ROWS = 4096
 # Memory for the activations of a full step, CUDA graphs and the workspaces of libraries, for
@@ -171,6 +173,18 @@ def gpu_blocks(
 
 
 # --- CPU ---
+
+
+def cpu_share(host: HostMemory, sharing: int, sized: bool) -> int:
+    """Return the bytes that one of `sharing` replicas may take.
+
+    Replicas start at the same time, so memory that another one is about to take still counts as
+    available. `sized`: the size of each replica's cache is given, and must fit the replica's part
+    of the whole memory.
+    """
+    if sized:
+        return min(host.available, host.total // sharing)
+    return host.available // sharing
 
 
 def cpu_blocks(available_bytes: int, sizes: SequenceSizes, cache_tokens: int | None) -> int:

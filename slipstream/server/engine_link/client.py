@@ -18,11 +18,12 @@ at the path that `link_path` returns.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +39,10 @@ from slipstream.engine.messages import (
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
-from slipstream.server.engine_link.engine import EngineUnavailable
+from slipstream.server.engine_link.engine import Engine, EngineUnavailable
 from slipstream.server.engine_link.link import EngineFailed, FromEngine, ServerEnd
 from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
+from slipstream.server.engine_link.past_totals import PastTotals
 from slipstream.server.engine_link.serve import STATS_SECONDS
 from slipstream.server.log.output import HANDLER
 
@@ -64,12 +66,14 @@ class Supervision:
 class LinkedRequests:
     """The requests of one front end at one engine process, and the link they go over."""
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, ids: Iterator[int]) -> None:
+        """`ids`: the result of `request_ids`."""
         # why the engine does not serve; None while it serves or loads for the first time
         self.failure: str | None = None
         self.draining = False
+        self.processes = 0  # processes that have served
         self._link: ServerEnd | None = None  # None while the engine does not serve
-        self._mailboxes = Mailboxes(_first_id(index))
+        self._mailboxes = Mailboxes(ids)
 
     @property
     def serving(self) -> bool:
@@ -79,6 +83,9 @@ class LinkedRequests:
     def outstanding(self) -> int:
         return len(self._mailboxes)
 
+    def has(self, request_id: int) -> bool:
+        return request_id in self._mailboxes
+
     def watch_outstanding(self, on_count: Callable[[int], None]) -> None:
         """Call this with the number of requests in flight whenever it changes."""
         self._mailboxes.on_count = on_count
@@ -87,6 +94,7 @@ class LinkedRequests:
         """Send requests over this link from now on."""
         self._link = link
         self.failure = None
+        self.processes += 1
 
     def lose(self, reason: str) -> None:
         """Fail the requests in flight and refuse others: the engine process has failed."""
@@ -108,7 +116,8 @@ class LinkedRequests:
             )
         in_flight = self._mailboxes.open(request, self._cancel)
         try:
-            self._link.send(in_flight.request)
+            if not self._link.send(in_flight.request):
+                raise EngineUnavailable("the engine is not running: its process has ended")
         except Exception:
             # an open mailbox would count as work that the engine never ends
             self._mailboxes.withdraw(in_flight)
@@ -135,8 +144,12 @@ class EngineClient:
         command: Sequence[str] = ENGINE_COMMAND,
         name: str = "",
         frontends: int = 1,
+        ids: Iterator[int] | None = None,
     ) -> None:
-        """`name`: name of the engine model in the log. `frontends`: processes of the server."""
+        """name: name of the engine model in the log
+        frontends: processes of the server
+        ids: ids of requests, which replicas share; None: those of one engine
+        """
         self.info: EngineInfo | None = None
         self.on_stats: Callable[[], None] | None = None
         # called each time a process begins to serve, for the first time and after a restart
@@ -145,15 +158,14 @@ class EngineClient:
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._verbose = False  # the process sends its statistics after each step
         self._process_stats = EngineStats()  # latest statistics of the current process
-        self._past_stats = EngineStats()  # totals of the processes before it
-        self._predecessor: EngineClient | None = None  # the engine that this one replaces
+        self._past = PastTotals()
         self._engine_folder = str(engine_folder)
         self._settings = settings
         self._supervision = supervision
         self._command = command
         self._name = name
         self._frontends = frontends
-        self._requests = LinkedRequests()
+        self._requests = LinkedRequests(ids or request_ids())
         self._child: EngineChild | None = None
         self._lost = False  # the process has failed, but may not have ended yet
         self._stopping = False
@@ -180,20 +192,25 @@ class EngineClient:
     @property
     def stats(self) -> EngineStats:
         """The engine's statistics. Totals never fall, though each process counts from zero."""
-        predecessor = self._predecessor
-        if predecessor is not None and predecessor.info is None:
-            # it has ended, so its totals are final
-            self._past_stats = self._past_stats.plus_totals_of(predecessor.stats)
-            self._predecessor = None
-            predecessor = None
-        past = self._past_stats
-        if predecessor is not None:
-            past = past.plus_totals_of(predecessor.stats)
-        return self._process_stats.plus_totals_of(past)
+        return self._past.added_to(self._process_stats)
 
-    def continue_counters_of(self, predecessor: EngineClient) -> None:
+    def continue_counters_of(self, predecessor: Engine) -> None:
         """Add the totals of the engine that this one replaces, which may still finish its work."""
-        self._predecessor = predecessor
+        self._past.predecessor = predecessor
+
+    @property
+    def clients(self) -> tuple[EngineClient, ...]:
+        """The clients of all processes: this one."""
+        return (self,)
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that have served. A new one has an empty cache."""
+        return self._requests.processes
+
+    def has(self, request_id: int) -> bool:
+        """Return whether this front end has this request in flight here."""
+        return self._requests.has(request_id)
 
     @property
     def outstanding(self) -> int:
@@ -358,7 +375,7 @@ class EngineClient:
         self._lose(how)
         self._child.close()
         self._child = None
-        self._past_stats = self._process_stats.plus_totals_of(self._past_stats)
+        self._past.add(self._process_stats)
         self._process_stats = EngineStats()
         logger.error("the engine process exited: %s", self.failure, extra={"model": self._name})
         if self.info is None:
@@ -441,13 +458,14 @@ class EngineClient:
         await child.wait(5.0)
 
 
-def _first_id(index: int) -> int:
-    """Return the id before the first one of this front end.
+def request_ids(index: int = 0) -> Iterator[int]:
+    """Return the ids of the requests of this front end.
 
     A front end that takes the place of an ended one must not use its ids again: the engine may
     still send outputs of that one's requests. So its ids begin with the time, in microseconds since
     the machine started. The primary front end has no predecessor at its engines.
     """
     if index == 0:
-        return 0
-    return (index << FRONTEND_SHIFT) + time.monotonic_ns() // 1000 % (1 << FRONTEND_SHIFT - 1)
+        return itertools.count(1)
+    since_start = time.monotonic_ns() // 1000 % (1 << FRONTEND_SHIFT - 1)
+    return itertools.count((index << FRONTEND_SHIFT) + since_start + 1)

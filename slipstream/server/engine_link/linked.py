@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slipstream.engine.messages import EngineInfo, EngineStats, StepOutputs
 from slipstream.engine.request import GenerateRequest
-from slipstream.server.engine_link.client import LinkedRequests
+from slipstream.server.engine_link.client import LinkedRequests, request_ids
 from slipstream.server.engine_link.link import FromEngine, LinkError, ServerEnd
 from slipstream.server.engine_link.mailbox import InFlightRequest
 
@@ -28,12 +28,14 @@ logger = logging.getLogger(__name__)
 class LinkedEngine:
     """The engine of a secondary front end. It has the interface of `engine.Engine`."""
 
-    def __init__(self, index: int) -> None:
-        """`index`: the number of this front end, from 1 on."""
+    def __init__(self, index: int, ids: Iterator[int] | None = None) -> None:
+        """index: number of this front end, from 1 on
+        ids: ids of requests, which replicas share; None: those of one engine
+        """
         self.info: EngineInfo | None = None  # of the latest process
         self.stats = EngineStats()  # the primary front end has the engine's statistics
         self.on_stats: Callable[[], None] | None = None
-        self._requests = LinkedRequests(index)
+        self._requests = LinkedRequests(ids or request_ids(index))
         self._link: ServerEnd | None = None
         self._served = asyncio.Event()
 
@@ -49,6 +51,15 @@ class LinkedEngine:
     @property
     def outstanding(self) -> int:
         return self._requests.outstanding
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that have served. A new one has an empty cache."""
+        return self._requests.processes
+
+    def has(self, request_id: int) -> bool:
+        """Return whether this front end has this request in flight here."""
+        return self._requests.has(request_id)
 
     def watch_outstanding(self, on_count: Callable[[int], None]) -> None:
         """Call this with the number of requests in flight whenever it changes."""

@@ -7,8 +7,9 @@ queue: `max_tokens` bounds what waits for it. `deliver` is called on the reader'
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from slipstream.engine.messages import Beam, Scores, StepOutputs, Timing
@@ -92,6 +93,8 @@ class InFlightRequest:
         self._ended = False  # the last output has been read
         # whether outputs before the last one have tokens only
         self.tokens_only = _reports_tokens_only(request.sampling)
+        # called with the tokens of each output as it arrives, and whether it is the last
+        self.observer: Callable[[Sequence[int], bool], None] | None = None
 
     @property
     def request_id(self) -> int:
@@ -115,6 +118,8 @@ class InFlightRequest:
         if output.finish_reason:
             self._finished = True
             output.received_ns = time.monotonic_ns()
+        if self.observer is not None:
+            self.observer(output.tokens, self._finished)
         if self._unread is None:
             self._unread = output
         else:
@@ -124,6 +129,8 @@ class InFlightRequest:
 
     def deliver_token(self, token: int, cached_tokens: int) -> None:
         """Do what `deliver` does for a single token, the most frequent output."""
+        if self.observer is not None:
+            self.observer((token,), False)
         unread = self._unread
         if unread is not None:
             unread.tokens.append(token)
@@ -157,10 +164,11 @@ class InFlightRequest:
 class Mailboxes:
     """The requests in flight, by request id. A request leaves with its last output."""
 
-    def __init__(self, last_id: int = 0) -> None:
-        """`last_id`: the id before the first one that is assigned."""
+    def __init__(self, ids: Iterator[int] | None = None) -> None:
+        """`ids`: ids of new requests, none of them used before; None: from 1 on."""
         self._requests: dict[int, InFlightRequest] = {}
-        self._last_id = last_id
+        # An id is never reused, so a late message of an old request finds no mailbox.
+        self._ids = itertools.count(1) if ids is None else ids
         self._emptied: list[asyncio.Future[None]] = []
         # called with the number of requests whenever it changes
         self.on_count: Callable[[int], None] | None = None
@@ -168,11 +176,14 @@ class Mailboxes:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
     def open(self, request: GenerateRequest, cancel: Callable[[int, str], None]) -> InFlightRequest:
         """Give the request an id of its own and a mailbox."""
-        self._last_id += 1  # never reused, so a late message of an old request finds no mailbox
-        in_flight = InFlightRequest(replace(request, request_id=self._last_id), cancel)
-        self._requests[self._last_id] = in_flight
+        request_id = next(self._ids)
+        in_flight = InFlightRequest(replace(request, request_id=request_id), cancel)
+        self._requests[request_id] = in_flight
         if self.on_count is not None:
             self.on_count(len(self._requests))
         return in_flight
