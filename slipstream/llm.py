@@ -105,6 +105,11 @@ class LLM:
         **settings: Any,
     ) -> None:
         engine_settings = EngineSettings(dtype=dtype, **read_options(settings))
+        if engine_settings.replicas > 1 or engine_settings.devices:
+            raise ValueError(
+                "replicas and devices are settings of servers: an LLM is one engine, on the first "
+                "GPU of CUDA_VISIBLE_DEVICES; use slipstream start --replicas N"
+            )
         if weight_only is not None and quantization is not None:
             raise ValueError("weight_only and quantization are the same setting: give one of them")
         self.folder = engine_folder(model, dtype, weight_only or quantization)

@@ -16,6 +16,10 @@ from typing import Any, NoReturn, Protocol
 from slipstream.cli.log import log
 
 MOST_FRONTENDS = 64
+REPLICAS_HELP = (
+    "Run this many engines of each engine model, and send each request to the one that has its "
+    "prefix in the KV cache (default: the count of instance_group in config.pbtxt)"
+)
 FRONTENDS_HELP = (
     "Number of server processes that share the ports and the engines; auto: 1 on a CPU or with "
     "fewer than 8 cores, else a quarter of the cores, at most 8"

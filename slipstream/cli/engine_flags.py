@@ -7,7 +7,13 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, get_args
 
-from slipstream.cli.arguments import ArgumentContainer, Parser, UsageError, at_least
+from slipstream.cli.arguments import (
+    REPLICAS_HELP,
+    ArgumentContainer,
+    Parser,
+    UsageError,
+    at_least,
+)
 from slipstream.engine.options import OPTION_NAMES, flag, flags, read_size
 from slipstream.engine.sampling_params import EMBEDDING_KINDS
 from slipstream.engine.settings import CacheType, EngineSettings, Policy
@@ -36,6 +42,7 @@ def _add_engines(parser: Parser) -> None:
     group.add_argument(
         "--device", default=AUTO, choices=[AUTO, "cpu", "cuda"], help="Device to run on."
     )
+    group.add_argument("--replicas", type=at_least(1, int), metavar="N", help=f"{REPLICAS_HELP}.")
     add_weight_only(group, "; needs MODEL, because the engines of a repository are already built")
     group.add_argument(
         "--embeddings",
@@ -198,7 +205,7 @@ def _fraction(text: str) -> float:
 
 def engine_overrides(given: Namespace) -> dict[str, Any]:
     """Return the engine settings that the command line gives. Raises UsageError."""
-    names = ("dtype", "device", "target_itl_ms", "deterministic", *OPTION_NAMES)
+    names = ("dtype", "device", "replicas", "target_itl_ms", "deterministic", *OPTION_NAMES)
     wanted = {name: getattr(given, name) for name in names}
     overrides = {name: value for name, value in wanted.items() if value not in (None, AUTO)}
     if "target_itl_ms" in overrides and overrides.get("chunked") is False:

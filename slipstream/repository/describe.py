@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from slipstream.repository.config import ModelConfig
+from slipstream.repository.config import InstanceGroup, ModelConfig
 from slipstream.repository.schema import MESSAGES
 from slipstream.repository.sequences import USUAL_IDLE_MICROSECONDS
 
@@ -26,6 +27,14 @@ def config_document(config: ModelConfig, decoupled: bool) -> dict[str, Any]:
         if config.backend == "python" and not filled["default_model_filename"]:
             filled["default_model_filename"] = "model.py"
     return {name: filled[name] for name in MESSAGES["ModelConfig"] if name in filled}
+
+
+def with_instances(config: ModelConfig, count: int) -> ModelConfig:
+    """Return the configuration with one group of this many instances."""
+    group = {**config_document(config, config.decoupled)["instance_group"][0], "count": count}
+    groups = (InstanceGroup(group["name"], group["kind"], count),)
+    document = {**config.document, "instance_group": [{**group, "gpus": []}]}
+    return replace(config, instance_groups=groups, document=document)
 
 
 def _optimization(given: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from slipstream.engine.settings import MOST_RANK, EngineSettings
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.problems import Problems, did_you_mean
+from slipstream.repository.replicas import replica_settings
 from slipstream.repository.roles import Role
 from slipstream.repository.without_effect import WITHOUT_EFFECT
 
@@ -255,8 +256,8 @@ def engine_settings(
     wanted |= _attention_settings(config, parameters, problems)
     wanted |= _lookahead_settings(config, parameters, problems)
     wanted |= _policy_settings(config, parameters, problems)
+    wanted |= replica_settings(config, parameters.get("gpu_device_ids"), problems)
     _check_batching_strategy(config, parameters, problems)
-    _check_instances(config, problems)
     return EngineSettings(**wanted)
 
 
@@ -344,17 +345,6 @@ def _lookahead_settings(
         text = f"'{size}' has no effect: decoding_mode is not lookahead"
         _warn(config, problems, "lookahead_ngram_size", text)
     return {}
-
-
-def _check_instances(config: ModelConfig, problems: Problems) -> None:
-    instances = sum(max(group.count, 1) for group in config.instance_groups)
-    if instances > 1:
-        key = "instance_group"
-        text = (
-            f"{instances} instances have no effect: "
-            "one engine runs up to max_num_sequences requests at once"
-        )
-        problems.warn(config.file, config.line(key), key, text)
 
 
 def _check_batching_strategy(

@@ -15,7 +15,7 @@ class WithoutEffect(NamedTuple):
 
 
 _DECODER_ONLY = "this server runs decoder-only text models"
-_ONE_DEVICE = "an engine runs on one device"
+_OWN_PROCESSES = "the server starts a process for each instance itself, without MPI"
 _OWN_SPECULATION = (
     "draft tokens come from the text itself (decoding_mode lookahead) "
     "or from the request (draft_input_ids)"
@@ -29,9 +29,10 @@ WITHOUT_EFFECT: Mapping[str, WithoutEffect] = {
     "visual_model_path": WithoutEffect((), _DECODER_ONLY),
     "multimodal_model_path": WithoutEffect((), _DECODER_ONLY),
     "max_num_images": WithoutEffect((), _DECODER_ONLY),
-    "gpu_device_ids": WithoutEffect((), f"{_ONE_DEVICE}, the first one in CUDA_VISIBLE_DEVICES"),
-    "participant_ids": WithoutEffect((), _ONE_DEVICE),
-    "num_nodes": WithoutEffect((1,), _ONE_DEVICE),
+    "participant_ids": WithoutEffect((), _OWN_PROCESSES),
+    "num_nodes": WithoutEffect(
+        (1,), "all instances run on this machine; start a server on each of the others"
+    ),
     "gpu_weights_percent": WithoutEffect(
         (1.0,), "all weights are on the device; a weight-only build makes them smaller"
     ),

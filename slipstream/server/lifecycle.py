@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
 from slipstream.repository.models import Repository, inspect_repository
 from slipstream.repository.reading import Reading
-from slipstream.server.engine_link.memory_table import memory_table
+from slipstream.server.engine_link.memory_table import memory_table, titled_replicas
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.frontends.count import choose_count, runs_on_gpu, usable_cores
 from slipstream.server.frontends.ports import PortError, Ports
@@ -388,8 +388,9 @@ def _log_models(rows: list[tuple[str, str, str]], engines: EnginePool) -> None:
     table = [rule, lines[0], rule, *lines[1:], rule]
     logger.info("\n" + "\n".join(table) + "\n", extra={"place": "server.cc:674"})
     for name, engine in engines.items():
-        if (info := engine.info) is not None:
-            lines = memory_table(name, info, engines.overrides)
+        infos = [client.info for client in engine.clients if client.info is not None]
+        for title, info in titled_replicas(name, infos):
+            lines = memory_table(title, info, engines.overrides)
             logger.info("\n".join(lines) + "\n", extra={"model": name})
 
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from slipstream.repository.describe import with_instances
 from slipstream.repository.models import EngineModel, Repository, RepositoryModel
 from slipstream.repository.reading import Reading
-from slipstream.server.engine_link.client import EngineClient, EngineStartFailed
-from slipstream.server.engine_link.pool import EnginePool
+from slipstream.server.engine_link.client import EngineStartFailed
+from slipstream.server.engine_link.pool import EnginePool, PooledEngine
 from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.kserve.inference import ModelRegistry, ServedModel
@@ -60,7 +61,7 @@ class LoadedModel:
 
     model: RepositoryModel
     versions: dict[int, ServedModel] = field(default_factory=dict)
-    client: EngineClient | None = None  # the engine that it has started, for an engine model
+    client: PooledEngine | None = None  # the engine that it has started, for an engine model
     engine: ServedEngine | None = None  # the same engine, with its tokenizer
     recipe: Recipe | None = None  # how it was built; None for a model of a factory
     engines: dict[str, ServedEngine] = field(default_factory=dict)  # those that it uses, by name
@@ -93,7 +94,7 @@ class ModelBuilder:
         model: RepositoryModel,
         repository: Repository,
         find_loaded: Callable[[str], ServedEngine | None],
-        release: Callable[[EngineClient], None],
+        release: Callable[[PooledEngine], None],
     ) -> LoadedModel:
         """Return the model, warmed up. A model that fails is closed, and its engine released."""
         built = LoadedModel(model)
@@ -129,7 +130,7 @@ class ModelBuilder:
             engine_model = repository.engines[model.name]
             built.client = await self._engines.start(engine_model)
             built.engine = await self._load_engine(engine_model, built.client)
-        recipe = write_recipe(repository, model)
+        recipe = self._write_recipe(repository, model)
         for name in engine_names(recipe):
             found = built.engine if name == model.name else find_loaded(name)
             if found is None:
@@ -141,7 +142,16 @@ class ModelBuilder:
         served = served_model(recipe, built.engines.__getitem__, self._registry)
         built.versions.update(dict.fromkeys(model.versions, served))
 
-    async def _load_engine(self, model: EngineModel, client: EngineClient) -> ServedEngine:
+    def _write_recipe(self, repository: Repository, model: RepositoryModel) -> Recipe:
+        """Return how to build a model. Its configuration has the number of replicas that run."""
+        recipe = write_recipe(repository, model)
+        replicas = self._engines.overrides.get("replicas")
+        if replicas is None or model.name not in repository.engines:
+            return recipe
+        config = with_instances(model.config, replicas)
+        return replace(recipe, model=replace(recipe.model, config=config))
+
+    async def _load_engine(self, model: EngineModel, client: PooledEngine) -> ServedEngine:
         engine = await load_engine(model, client, self._chat, AdapterRegistry(model.adapter_folder))
         return replace(engine, outstanding_elsewhere=lambda: self._engines.count_elsewhere(client))
 
@@ -336,7 +346,7 @@ class LoadedModels:
         return unloaded
 
     async def _finish_unload(
-        self, loaded: LoadedModel, client: EngineClient | None, unloading: Status
+        self, loaded: LoadedModel, client: PooledEngine | None, unloading: Status
     ) -> None:
         """Wait until the processes of an unloaded model have ended, and note it."""
         await self._close(loaded)
@@ -354,7 +364,7 @@ class LoadedModels:
         await asyncio.gather(*(self._close(loaded) for loaded in self._models.values()))
         await asyncio.gather(*self._releases)
 
-    def _release(self, client: EngineClient) -> None:
+    def _release(self, client: PooledEngine) -> None:
         self._run_later(self._engines.release(client, self._patience_seconds))
 
     def _run_later(self, work: Coroutine[Any, Any, None]) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 from slipstream.cli.arguments import (
     FRONTENDS_HELP,
     NO_EFFECT,
+    REPLICAS_HELP,
     CommandError,
     Parser,
+    at_least,
     frontend_count,
 )
 
@@ -66,6 +68,7 @@ def _add_server_options(parser: Parser) -> None:
         metavar="N",
         help=f"{FRONTENDS_HELP} (default: auto).",
     )
+    parser.add_argument("--replicas", type=at_least(1, int), metavar="N", help=f"{REPLICAS_HELP}.")
     parser.add_argument(
         "--multi-model",
         action="store_true",
@@ -123,6 +126,8 @@ def server_command(given: Namespace) -> list[str]:
     ]
     if given.frontends is not None:
         command.append(f"--frontends={given.frontends or 'auto'}")
+    if given.replicas is not None:
+        command.append(f"--replicas={given.replicas}")
     if given.exit_timeout is not None:
         command.append(f"--exit-timeout-secs={given.exit_timeout}")
     if given.multimodal_gpu0_cuda_mem_pool_bytes:

@@ -186,6 +186,7 @@ def server_options(given: FlagValues) -> Any:
         load_models=tuple(given["load-model"]),
         poll_seconds=max(1.0, given["repository-poll-secs"]),
         frontends=_frontends(given["frontends"]),
+        engine_settings=_engine_settings(given["replicas"]),
         strict_readiness=given["strict-readiness"],
         exit_on_error=given["exit-on-error"],
         exit_timeout_seconds=given["exit-timeout-secs"],
@@ -212,6 +213,14 @@ def _frontends(text: str) -> int:
         return frontend_count(text)
     except ArgumentTypeError as error:
         raise FlagError(f"--frontends {error}") from error
+
+
+def _engine_settings(replicas: int | None) -> dict[str, Any]:
+    if replicas is None:
+        return {}
+    if replicas < 1:
+        raise FlagError(f"--replicas must be at least 1, not {replicas}")
+    return {"replicas": replicas}
 
 
 def _repositories(given: FlagValues) -> tuple[Path, ...]:

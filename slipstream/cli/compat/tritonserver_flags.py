@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-from slipstream.cli.arguments import FRONTENDS_HELP, Parser
+from slipstream.cli.arguments import FRONTENDS_HELP, REPLICAS_HELP, Parser
 
 Kind = Literal["text", "integer", "number", "boolean"]
 _TRUE = ("true", "1", "on", "yes")
@@ -78,6 +78,7 @@ _GENERAL = {
     "strict-model-config": _boolean(False, "Older name of --disable-auto-complete-config."),
     "allow-python-models": _boolean(False, "Run the model.py files of the repository."),
     "frontends": _text("auto", f"{FRONTENDS_HELP}."),
+    "replicas": Flag("integer", None, f"{REPLICAS_HELP}."),
 }
 _HTTP = {
     "allow-http": _boolean(True, "Serve HTTP."),

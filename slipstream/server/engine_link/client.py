@@ -300,6 +300,10 @@ class EngineClient:
         child.close()
         self._child = None
 
+    def mark_ended(self) -> None:
+        """Note that the process is gone, so that the statistics are final."""
+        self.info = None
+
     def kill(self) -> None:
         """End the process now, without an event loop."""
         self._stopping = True

@@ -122,10 +122,16 @@ class InFlight(Protocol):
 
 
 class Engine(Protocol):
-    """An engine as the server uses it: `EngineClient` or `InProcessEngine`."""
+    """An engine as the server uses it: `EngineClient`, `Replicas`, or in a thread
+    `InProcessEngine`. Secondary front ends use `LinkedEngine` or `LinkedReplicas`.
+    """
 
-    info: EngineInfo | None  # None before it has started
     on_stats: Callable[[], None] | None  # called for new `stats` at verbose levels
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Its sizes; None before it has started."""
+        ...
 
     @property
     def stats(self) -> EngineStats: ...

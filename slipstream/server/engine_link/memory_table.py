@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from slipstream.engine.messages import EngineInfo
@@ -52,6 +53,17 @@ def memory_table(name: str, info: EngineInfo, flags: Collection[str] = ()) -> li
         f"  The KV cache holds {_count(fitting)} of {typical} tokens at once.",
         *(f"  {text}" for text in advice),
     ]
+
+
+def titled_replicas(name: str, infos: Sequence[EngineInfo]) -> list[tuple[str, EngineInfo]]:
+    """Return the tables to show for the replicas of an engine: one for all that are equal."""
+    if len(infos) == 1:
+        return [(name, infos[0])]
+    alike = {replace(info, load_seconds=0.0) for info in infos}
+    if len(alike) == 1:
+        slowest = max(infos, key=lambda info: info.load_seconds)
+        return [(f"{name}, each of {len(infos)} replicas", slowest)]
+    return [(f"{name} replica {index}", info) for index, info in enumerate(infos)]
 
 
 def _count(requests: int) -> str:

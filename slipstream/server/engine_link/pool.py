@@ -9,10 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.engine.options import flag
+from slipstream.engine.settings import EngineSettings
 from slipstream.repository.models import EngineModel
-from slipstream.server.engine_link.client import EngineClient, Supervision
+from slipstream.server.engine_link.client import EngineClient, Supervision, request_ids
+from slipstream.server.engine_link.replicas import Replicas
 
 logger = logging.getLogger(__name__)
+
+PooledEngine = EngineClient | Replicas
 
 
 class EnginePool:
@@ -25,45 +29,61 @@ class EnginePool:
         self._supervision = supervision
         self._command = command
         # engines that serve, load, or have failed while serving
-        self._clients: dict[str, EngineClient] = {}
-        self._starting: dict[EngineClient, asyncio.Future[None]] = {}
-        self._leaving: set[EngineClient] = set()
+        self._clients: dict[str, PooledEngine] = {}
+        self._starting: dict[PooledEngine, asyncio.Future[None]] = {}
+        self._leaving: set[PooledEngine] = set()
         self._watched: dict[asyncio.Task[str], str] = {}
         self._changed: asyncio.Event | None = None
         # called when an engine is added or removed
         self.on_change: Callable[[], None] = lambda: None
         self.frontends = 1  # processes of the server, each with a link to every engine
         # called with each new engine, before its process starts
-        self.on_create: Callable[[EngineClient], None] = lambda client: None
+        self.on_create: Callable[[PooledEngine], None] = lambda client: None
         # returns the requests that other front ends have in flight at an engine
-        self.count_elsewhere: Callable[[EngineClient], int] = lambda client: 0
+        self.count_elsewhere: Callable[[PooledEngine], int] = lambda client: 0
         # waits until the other front ends have no request at an engine that leaves
-        self.wait_drained_elsewhere: Callable[[EngineClient], Awaitable[None]] = _no_others
+        self.wait_drained_elsewhere: Callable[[PooledEngine], Awaitable[None]] = _no_others
         # called when the process of an engine that was unloaded or replaced has ended
-        self.on_released: Callable[[EngineClient], None] = lambda client: None
+        self.on_released: Callable[[PooledEngine], None] = lambda client: None
 
-    def __iter__(self) -> Iterator[EngineClient]:
+    def __iter__(self) -> Iterator[PooledEngine]:
         return iter(list(self._clients.values()))
 
-    def items(self) -> list[tuple[str, EngineClient]]:
+    def items(self) -> list[tuple[str, PooledEngine]]:
         return list(self._clients.items())
 
     @property
     def outstanding(self) -> int:
         return sum(client.outstanding for client in (*self, *self._leaving))
 
-    def create(self, model: EngineModel) -> EngineClient:
+    def create(self, model: EngineModel) -> PooledEngine:
         settings = replace(model.settings, **self._settings)
-        client = EngineClient(
-            model.engine_config.path,
-            settings,
-            self._supervision,
-            self._command,
-            model.name,
-            self.frontends,
-        )
+        client = self._create(model, settings)
         self.on_create(client)
         return client
+
+    def _create(self, model: EngineModel, settings: EngineSettings) -> PooledEngine:
+        ids = request_ids()  # shared: the replica of a request is found by its id
+
+        def client(name: str, settings: EngineSettings) -> EngineClient:
+            return EngineClient(
+                model.engine_config.path,
+                settings,
+                self._supervision,
+                self._command,
+                name,
+                self.frontends,
+                ids,
+            )
+
+        if settings.replicas == 1:
+            return client(model.name, settings)
+        return Replicas(
+            [
+                client(f"{model.name} replica {index}", replace(settings, replica=index))
+                for index in range(settings.replicas)
+            ]
+        )
 
     def check(self, models: Iterable[EngineModel]) -> None:
         """Raise ValueError if a setting that overrides the repository's cannot be used."""
@@ -96,7 +116,7 @@ class EnginePool:
         for client in self:
             self._starting[client] = asyncio.ensure_future(client.start())
 
-    async def start(self, model: EngineModel) -> EngineClient:
+    async def start(self, model: EngineModel) -> PooledEngine:
         """Return an engine that serves. A spawned one is only waited for.
 
         EngineStartFailed says why the engine cannot serve.
@@ -115,7 +135,7 @@ class EnginePool:
             raise
         return client
 
-    def adopt(self, name: str, client: EngineClient) -> EngineClient | None:
+    def adopt(self, name: str, client: PooledEngine) -> PooledEngine | None:
         """Make this the engine of that name. Return its predecessor, which must be released."""
         before = self._clients.get(name)
         if before is not None and before is not client:
@@ -125,17 +145,17 @@ class EnginePool:
         self.on_change()
         return before if before is not client else None
 
-    def forget(self, name: str) -> EngineClient | None:
+    def forget(self, name: str) -> PooledEngine | None:
         client = self._clients.pop(name, None)
         self.on_change()
         return client
 
-    def forget_if(self, name: str, client: EngineClient) -> None:
+    def forget_if(self, name: str, client: PooledEngine) -> None:
         """Forget the engine of that name if it is this one."""
         if self._clients.get(name) is client:
             self.forget(name)
 
-    async def release(self, client: EngineClient, patience_seconds: float) -> None:
+    async def release(self, client: PooledEngine, patience_seconds: float) -> None:
         """Wait for its requests, then end its process and free its memory."""
         self._leaving.add(client)
         client.begin_drain()
@@ -150,7 +170,7 @@ class EnginePool:
             )
         finally:
             await client.stop()
-            client.info = None  # its process is gone
+            client.mark_ended()
             self._leaving.discard(client)
             self.on_released(client)
 
@@ -172,7 +192,7 @@ class EnginePool:
         for client in (*self, *self._leaving):
             client.kill()
 
-    def _watch(self, name: str, client: EngineClient) -> None:
+    def _watch(self, name: str, client: PooledEngine) -> None:
         task = asyncio.ensure_future(client.wait_failed())
         self._watched[task] = name
         if self._changed is not None:
@@ -192,5 +212,5 @@ class EnginePool:
                     return task.result()
 
 
-async def _no_others(client: EngineClient) -> None:
+async def _no_others(client: PooledEngine) -> None:
     """Return at once: there is only one front end."""

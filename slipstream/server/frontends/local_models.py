@@ -12,7 +12,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
+from slipstream.server.engine_link.client import request_ids
+from slipstream.server.engine_link.engine import Engine
 from slipstream.server.engine_link.linked import LinkedEngine
+from slipstream.server.engine_link.replicas import LinkedReplicas
 from slipstream.server.fields.adapters import FIELDS as ADAPTER_FIELDS
 from slipstream.server.fields.adapters import AdapterRegistry
 from slipstream.server.frontends.in_flight import InFlightTable
@@ -121,16 +124,19 @@ class LocalModels:
         self._index = index
         self._table = table
         self._models: dict[str, ModelState] = {}
-        self._engines: dict[int, LinkedEngine] = {}
-        self._sockets: dict[int, str] = {}  # number of an engine → socket that it is linked by
-        self._slots: dict[int, int] = {}
+        self._engines: dict[int, LinkedEngine] = {}  # by number of the replica
+        self._sockets: dict[int, str] = {}  # number of a replica → socket that it is linked by
+        self._replicas: dict[int, list[LinkedEngineState]] = {}  # by number of the engine
+        self._clients: dict[int, Engine] = {}  # by number of the engine
+        # Front end and time make ids unique; replicas must not use the same ones.
+        self._ids = request_ids(index)
         self._served: dict[tuple[int, str], ServedEngine] = {}
         self._input_fields: dict[str, dict[str, str]] = {}
         registry.wrap(metrics.count)
         registry.wrap(self._guard)
 
-    def __iter__(self) -> Iterator[LinkedEngine]:
-        return iter(list(self._engines.values()))
+    def __iter__(self) -> Iterator[Engine]:
+        return iter([self._client(number) for number in list(self._replicas)])
 
     def _guard(self, entry: ModelVersion) -> ServedModel:
         return LocalModel(entry.model, self._input_fields.get(entry.name, {}))
@@ -139,7 +145,9 @@ class LocalModels:
         self, engines: list[LinkedEngineState], models: list[ModelState], shuts_down: bool
     ) -> None:
         """Serve these models with these engines. Requests in flight go on."""
+        self._replicas = {}
         for state in engines:
+            self._replicas.setdefault(state.engine, []).append(state)
             self._follow_engine(state, shuts_down)
         await asyncio.gather(*(self._wait_serving(state) for state in engines))
         for model in models:
@@ -155,13 +163,13 @@ class LocalModels:
             self._registry.retire(name)
             self._metrics.forget(name)
         self._drop_engines({state.number for state in engines})
+        self._forget_clients()
 
     def _follow_engine(self, state: LinkedEngineState, shuts_down: bool) -> None:
         engine = self._engines.get(state.number)
         if engine is None:
-            engine = self._engines[state.number] = LinkedEngine(self._index)
+            engine = self._engines[state.number] = LinkedEngine(self._index, self._ids)
             engine.watch_outstanding(self._table.writer(state.slot, self._index))
-            self._slots[state.number] = state.slot
         former = self._sockets.get(state.number, "")
         if former and state.socket != former:
             if shuts_down and not state.failure:
@@ -182,7 +190,7 @@ class LocalModels:
 
     def begin_drain(self) -> None:
         """Refuse new requests and go on with those in flight."""
-        for engine in self:
+        for engine in self._engines.values():
             engine.begin_drain()
 
     async def _replace(self, state: ModelState) -> None:
@@ -203,22 +211,42 @@ class LocalModels:
         found = self._served.get(key)
         # Without a process, the files may be others than at the last load.
         if found is None or found.model != use.model or not use.number:
-            client = self._engines.get(use.number) or LinkedEngine(self._index)
+            client = self._client(use.number) if use.number else LinkedEngine(self._index)
             found = await load_engine(use.model, client, self._chat, PrimaryAdapters())
             if use.number:
-                slot = self._slots[use.number]
-                found = replace(
-                    found,
-                    outstanding_elsewhere=partial(self._table.count_others, slot, self._index),
-                )
+                slots = tuple(state.slot for state in self._replicas[use.number])
+                found = replace(found, outstanding_elsewhere=partial(self._count_others, slots))
             self._served[key] = found
         return found
+
+    def _client(self, number: int) -> Engine:
+        """Return the engine of this number: one link, or those to all of its replicas."""
+        found = self._clients.get(number)
+        if found is None:
+            states = self._replicas[number]
+            engines = [self._engines[state.number] for state in states]
+            found = engines[0]
+            if len(engines) > 1:
+                slots = [state.slot for state in states]
+                found = LinkedReplicas(engines, lambda index: self._count_others((slots[index],)))
+            self._clients[number] = found
+        return found
+
+    def _count_others(self, slots: tuple[int, ...]) -> int:
+        """Return the requests that other front ends have in flight at replicas."""
+        return sum(self._table.count_others(slot, self._index) for slot in slots)
 
     def _drop_engines(self, wanted: set[int]) -> None:
         for number in [number for number in self._engines if number not in wanted]:
             self._engines.pop(number).close()
             self._sockets.pop(number, None)
-            self._slots.pop(number, None)
+
+    def _forget_clients(self) -> None:
+        """Forget the engines that are not among those of the last state."""
+        for number in [number for number in self._clients if number not in self._replicas]:
+            del self._clients[number]
         self._served = {
-            key: served for key, served in self._served.items() if key[0] in {0, *wanted}
+            key: served
+            for key, served in self._served.items()
+            if key[0] == 0 or key[0] in self._replicas
         }

@@ -58,8 +58,9 @@ class StartOrder:
 class LinkedEngineState:
     """One engine process, as a secondary front end sees it."""
 
-    number: int  # of the engine, never used again
-    slot: int  # of the engine in the table of requests in flight
+    engine: int  # number of the engine, never used again; replicas have the same
+    number: int  # of this replica, never used again
+    slot: int  # of this replica in the table of requests in flight
     socket: str  # where the engine connects; empty: it does not serve
     failure: str  # why it does not serve, or why its process before this one failed
     draining: bool  # it was unloaded or replaced, and ends after its last request
@@ -70,7 +71,7 @@ class EngineUse:
     """The engine model that a model uses."""
 
     model: EngineModel
-    number: int  # of its process; 0: it is not loaded, and only its tokenizer is used
+    number: int  # of the engine; 0: it is not loaded, and only its tokenizer is used
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from slipstream.server.engine_link.client import EngineClient
-from slipstream.server.engine_link.pool import EnginePool
+from slipstream.server.engine_link.pool import EnginePool, PooledEngine
+from slipstream.server.engine_link.replicas import Replicas
 from slipstream.server.frontends.forwarded_calls import ForwardedCalls
 from slipstream.server.frontends.in_flight import SLOTS, InFlightTable
 from slipstream.server.frontends.member import Member
@@ -75,8 +77,9 @@ class ServerView:
 
 @dataclass(frozen=True)
 class _Place:
-    """The number and the row of an engine."""
+    """The numbers and the row of one engine process."""
 
+    engine: int  # replicas have the same
     number: int
     slot: int
 
@@ -93,10 +96,10 @@ class Frontends:
         self.table = InFlightTable(count)
         self._engines = engines
         self._places: dict[EngineClient, _Place] = {}
-        self._reasons: dict[EngineClient, str] = {}  # why the latest process of an engine failed
+        self._reasons: dict[EngineClient, str] = {}  # why the latest process failed
         self._leaving: set[EngineClient] = set()  # unloaded engines that still have requests
         self._freed: set[int] = set()  # rows of ended engines that other front ends may still write
-        self._last_engine = 0
+        self._last_engine = 0  # number of the last engine or replica
         self._number = 0  # of the last state or collection
         self._view: ServerView | None = None
         self._metrics: ServerMetrics | None = None
@@ -116,11 +119,11 @@ class Frontends:
             )
             for index in range(1, count)
         ]
-        for client in engines:
-            self._watch_engine(client)
+        for engine in engines:
+            self._watch_engine(engine)
         engines.on_create = self._watch_engine
         engines.wait_drained_elsewhere = self._release_engine
-        engines.on_released = lambda client: self._run_later(self._forget_engine(client))
+        engines.on_released = lambda engine: self._run_later(self._forget_engine(engine))
         engines.count_elsewhere = self._count_elsewhere
 
     # -- start and stop
@@ -217,7 +220,12 @@ class Frontends:
         path = client.link_path(index) if client.serving else ""
         reason = self._reasons.get(client, "")
         return LinkedEngineState(
-            place.number, place.slot, path, client.failure or reason, client in self._leaving
+            place.engine,
+            place.number,
+            place.slot,
+            path,
+            client.failure or reason,
+            client in self._leaving,
         )
 
     def _model_state(self, model: LinkedModel) -> ModelState:
@@ -229,50 +237,66 @@ class Frontends:
 
     def _number_of(self, engine: ServedEngine) -> int:
         client = engine.generator.client
-        if isinstance(client, EngineClient) and client in self._places:
-            return self._places[client].number
+        if isinstance(client, EngineClient | Replicas):
+            place = self._places.get(client.clients[0])
+            return 0 if place is None else place.engine
         return 0
 
     # -- engines
 
-    def _watch_engine(self, client: EngineClient) -> None:
-        client.on_serving = lambda: self._on_serving(client)
-        client.on_lost = lambda reason: self._on_lost(client, reason)
+    def _watch_engine(self, engine: PooledEngine) -> None:
+        for client in engine.clients:
+            client.on_serving = partial(self._on_serving, engine)
+            client.on_lost = partial(self._on_lost, client)
+        if isinstance(engine, Replicas):
+            engine.count_with(self._count_client_elsewhere)
 
     def _on_lost(self, client: EngineClient, reason: str) -> None:
         # The process may serve again before the state of its failure is sent.
         self._reasons[client] = reason
         self._run_later(self.settle())
 
-    def _on_serving(self, client: EngineClient) -> None:
-        if client not in self._places:
+    def _on_serving(self, engine: PooledEngine) -> None:
+        if engine.clients[0] not in self._places:
+            self._place(engine)
+        self._run_later(self.settle())
+
+    def _place(self, engine: PooledEngine) -> None:
+        """Number an engine and its replicas, and give each replica a row."""
+        self._last_engine += 1
+        number = self._last_engine
+        for client in engine.clients:
             taken = self._freed | {place.slot for place in self._places.values()}
             slot = next(slot for slot in range(1, SLOTS) if slot not in taken)
             self._last_engine += 1
             self.table.clear_slot(slot)
-            self._places[client] = _Place(self._last_engine, slot)
+            self._places[client] = _Place(number, self._last_engine, slot)
             client.watch_outstanding(self.table.writer(slot, 0))
-        self._run_later(self.settle())
 
-    async def _release_engine(self, client: EngineClient) -> None:
+    async def _release_engine(self, engine: PooledEngine) -> None:
         """Wait until no other front end uses an engine that leaves."""
-        if client in self._places:
-            self._leaving.add(client)
+        if engine.clients[0] in self._places:
+            self._leaving.update(engine.clients)
             await self.settle()
-            while self._count_elsewhere(client):
+            while self._count_elsewhere(engine):
                 await asyncio.sleep(_POLL_SECONDS)
 
-    async def _forget_engine(self, client: EngineClient) -> None:
+    async def _forget_engine(self, engine: PooledEngine) -> None:
         """Have the other front ends drop an engine that has ended, with the requests it had."""
-        place = self._places.pop(client, None)
-        if place is not None:
-            self._leaving.discard(client)
-            self._reasons.pop(client, None)
-            self._freed.add(place.slot)
+        places = [self._places.pop(client) for client in engine.clients if client in self._places]
+        if places:
+            self._leaving.difference_update(engine.clients)
+            for client in engine.clients:
+                self._reasons.pop(client, None)
+            slots = {place.slot for place in places}
+            self._freed |= slots
             await self.settle()
-            self._freed.discard(place.slot)
+            self._freed -= slots
 
-    def _count_elsewhere(self, client: EngineClient) -> int:
+    def _count_elsewhere(self, engine: PooledEngine) -> int:
+        return sum(map(self._count_client_elsewhere, engine.clients))
+
+    def _count_client_elsewhere(self, client: EngineClient) -> int:
         place = self._places.get(client)
         return 0 if place is None else self.table.count_others(place.slot, 0)
 

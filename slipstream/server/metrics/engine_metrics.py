@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from slipstream.engine.messages import QUEUE_SECONDS_BOUNDS, EngineInfo, EngineStats
+from slipstream.server.engine_link.client import EngineClient
 from slipstream.server.engine_link.engine import Engine
+from slipstream.server.engine_link.replicas import Replicas
 from slipstream.server.metrics.prometheus_text import Family
 from slipstream.server.metrics.statistics import Histogram
 
@@ -60,6 +62,21 @@ def engine_families(engines: Engines, v1_batching_models: Collection[str] = ()) 
         "From the arrival of a request in the engine to its first step",
         histograms=queue,
     )
+    yield from _replica_families(engines)
+
+
+def _replica_families(engines: Engines) -> Iterator[Family]:
+    """Return what differs between the replicas of engines that have several."""
+    replicas = [
+        (_labels(key) | {"replica": str(index)}, client)
+        for key, engine in engines.items()
+        if isinstance(engine, Replicas) and engine.info is not None
+        for index, client in enumerate(engine.clients)
+    ]
+    if not replicas:
+        return
+    for name, kind, text, value in _REPLICAS:
+        yield Family(name, kind, text, [(labels, value(client)) for labels, client in replicas])
 
 
 def read_gauges(
@@ -264,6 +281,39 @@ _OWN: tuple[tuple[str, str, str, Callable[[EngineStats], float]], ...] = (
         "gauge",
         "Share of prompt tokens that the cache already had, since the start",
         _hit_rate,
+    ),
+)
+# metrics of each replica, where an engine has several
+_REPLICAS: tuple[tuple[str, str, str, Callable[[EngineClient], float]], ...] = (
+    (
+        "slipstream_replica_ready",
+        "gauge",
+        "1 while the replica serves, 0 while it is restarted",
+        lambda client: int(client.ready),
+    ),
+    (
+        "slipstream_replica_requests_running",
+        "gauge",
+        "Requests that hold a row of the replica's batch",
+        lambda client: client.stats.running,
+    ),
+    (
+        "slipstream_replica_requests_finished_total",
+        "counter",
+        "Requests that ended in the replica, in any way",
+        lambda client: client.stats.finished,
+    ),
+    (
+        "slipstream_replica_prompt_tokens_total",
+        "counter",
+        "Prompt tokens of requests that started in the replica",
+        lambda client: client.stats.prompt_tokens,
+    ),
+    (
+        "slipstream_replica_prompt_tokens_cached_total",
+        "counter",
+        "Prompt tokens that the replica's cache already had",
+        lambda client: client.stats.cached_prompt_tokens,
     ),
 )
 # metrics that exist after the first adapter was loaded

@@ -25,7 +25,8 @@ from slipstream.server.text.tokenizer import Tokenizer
 
 
 class _SizedEngine(Protocol):
-    info: EngineInfo | None
+    @property
+    def info(self) -> EngineInfo | None: ...
 
 
 class Target(Generates, Protocol):
