@@ -3,6 +3,7 @@
 Each step appends the last token + 1 to every request, until `max_tokens`. `sampling.seed` is the
 minimum duration of a step in milliseconds; seeds over 10,000 are random ones of the server. A first
 prompt token of 900 or more is an order. The name of the engine folder selects how the start fails.
+A request for an adapter that no request brought before is refused, as by the real engine.
 """
 
 from __future__ import annotations
@@ -55,9 +56,15 @@ class ScriptedLoop:
     finished: int = 0
     cancelled: int = 0
     checks: int = 0
+    adapters: set[int] = field(default_factory=lambda: {0})
 
     def submit(self, request: GenerateRequest) -> None:
-        if request.prompt[0] == REFUSE:
+        if request.adapter_source is not None:
+            self.adapters.add(request.adapter)
+        if request.adapter not in self.adapters:
+            self.outputs.errors[request.request_id] = f"{request.adapter_name} not found in cache"
+            self._add_output(request.request_id, [], "error")
+        elif request.prompt[0] == REFUSE:
             self.outputs.errors[request.request_id] = "refused by order"
             self._add_output(request.request_id, [], "error")
         elif request.prompt[0] == COUNT_FROZEN_OBJECTS:

@@ -149,7 +149,7 @@ class ReplicaChooser:
         request = in_flight.request
         cached = self._router.matched(chain)[index] * self._block_tokens
         self._router.sent(index, chain)
-        if request.adapter:
+        if request.adapter_source is not None:
             self._adapters[request.adapter] = self._adapters.get(request.adapter, 0) | 1 << index
             self._adapters.move_to_end(request.adapter)
             if len(self._adapters) > _MOST_ADAPTERS:
