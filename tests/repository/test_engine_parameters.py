@@ -183,19 +183,3 @@ def test_a_negative_number_is_reported_and_the_default_used(tmp_path, name):
     assert [problem.text for problem in problems if name in problem.key] == [
         "expected a number over 0, got '-4'; using the default"
     ]
-
-
-def test_several_instances_of_an_engine_are_reported(tmp_path):
-    repo = make_repository(tmp_path)
-    config = repo / "tensorrt_llm" / "config.pbtxt"
-    one = "instance_group [ { count: 1 kind: KIND_CPU } ]"
-    assert one in config.read_text()
-    assert not inspect_repository(repo)[1].warnings
-    config.write_text(
-        config.read_text().replace(one, "instance_group [ { count: 2 kind: KIND_CPU } ]")
-    )
-    (warning,) = inspect_repository(repo)[1].warnings
-    assert (warning.key, warning.text.startswith("2 instances have no effect")) == (
-        "instance_group",
-        True,
-    )

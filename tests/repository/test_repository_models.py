@@ -59,7 +59,7 @@ def test_unfilled_templates_are_served_with_defaults(tmp_path: Path, engine: Pat
     assert ("preprocessing", "parameters.tokenizer_dir") in warned
     assert len(warned) == len(unfilled)  # one warning per variable
     without_effect = (
-        "8 parameters were not filled and have no effect: gpu_device_ids, medusa_choices, "
+        "7 parameters were not filled and have no effect: medusa_choices, "
         "kv_cache_onboard_blocks, cancellation_check_period_ms, stats_check_period_ms, "
         "iter_stats_max_iterations, request_stats_max_iterations, gpu_weights_percent"
     )
@@ -290,9 +290,9 @@ def test_unfilled_parameters_of_a_late_release_without_effect_are_one_line(
         (repo / name / "config.pbtxt").write_text(fill(text, {"engine_dir": str(engine)}))
     warnings = read_repository(repo).warnings
     (line,) = [warning for warning in warnings if "not filled and have no effect" in warning.text]
-    assert line.text.startswith("20 parameters were not filled and have no effect: visual_model")
+    assert line.text.startswith("19 parameters were not filled and have no effect: visual_model")
     names = set(line.text.partition(": ")[2].split(", "))
-    assert len(names) == 20
+    assert len(names) == 19
     assert names <= WITHOUT_EFFECT.keys()
     own_lines = {warning.key.removeprefix("parameters.") for warning in warnings} - {"parameters"}
     assert own_lines & names == set()
