@@ -149,6 +149,7 @@ def test_of_equal_matches_the_least_loaded_is_chosen():
 )
 def test_the_choice_follows_the_rule(sent, chain, loads, among, policy):
     router = Router(4, 1000, policy, seed=1)
+    router.block_load = 1e9  # a shared beginning is never worth computing again
     for replica, blocks_sent in sent:
         router.sent(replica, blocks_sent)
     chosen = router.choose(chain, loads, sorted(among))
@@ -165,6 +166,30 @@ def test_the_choice_follows_the_rule(sent, chain, loads, among, policy):
         assert loads[chosen] == least
     else:
         assert matched[chosen] == best
+
+
+def test_a_beginning_that_prompts_share_spreads_to_less_loaded_replicas():
+    router = Router(2, most_blocks=100)
+    router.block_load = 0.5
+    system = [1, 2]
+    router.sent(0, [*system, 10])
+    assert router.choose([*system, 11], [9.0, 0.0], [0, 1]) == 0  # a conversation may go on
+    router.sent(0, [*system, 11])
+    assert router.choose([*system, 12], [0.0, 0.0], [0, 1]) == 0
+    assert router.choose([*system, 12], [1.0, 0.0], [0, 1]) == 0  # two blocks are as much work
+    assert router.choose([*system, 12], [1.5, 0.0], [0, 1]) == 1
+    router.sent(1, [*system, 12])
+    assert router.choose([*system, 13], [0.0, 0.5], [0, 1]) == 0
+    assert router.choose([*system, 13], [1.0, 0.5], [0, 1]) == 1
+    # what belongs to one conversation stays
+    assert router.choose([*system, 10, 20], [9.0, 0.0], [0, 1]) == 0
+
+
+def test_a_repeated_prompt_does_not_make_its_beginning_a_shared_one():
+    router = Router(2, most_blocks=100)
+    for _ in range(5):
+        router.sent(0, [1, 2, 3])
+    assert router.choose([1, 2, 3], [9.0, 0.0], [0, 1]) == 0
 
 
 @pytest.mark.parametrize("policy", ["load", "random"])

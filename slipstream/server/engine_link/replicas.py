@@ -106,6 +106,7 @@ class ReplicaChooser:
         infos = [replica.info for replica in self._replicas if replica.info is not None]
         self._info = EngineInfo.of_replicas(infos)
         self._router.most_blocks = self._info.total_blocks
+        self._router.block_load = self._info.block_tokens / self._step_tokens
         if self._policy == "prefix" and not self._info.reuse:
             self._router.policy = "load"  # no replica keeps blocks
 
@@ -135,12 +136,11 @@ class ReplicaChooser:
         return ready or list(everywhere)
 
     def _loads(self) -> list[float]:
-        step_tokens = (self._info.step_tokens if self._info else 0) or _USUAL_STEP_TOKENS
         return [
             load(
                 replica.outstanding + self.count_elsewhere(index),
                 self._uncomputed[index],
-                step_tokens,
+                self._step_tokens,
             )
             for index, replica in enumerate(self._replicas)
         ]
@@ -155,6 +155,10 @@ class ReplicaChooser:
             if len(self._adapters) > _MOST_ADAPTERS:
                 self._adapters.popitem(last=False)
         in_flight.observer = _Progress(self, index, request, chain, cached)
+
+    @property
+    def _step_tokens(self) -> int:
+        return (0 if self._info is None else self._info.step_tokens) or _USUAL_STEP_TOKENS
 
     @property
     def _block_tokens(self) -> int:

@@ -6,6 +6,14 @@ cache, unless it is much busier than others.
     replica = router.choose(chain, loads=[3.0, 5.5], among=[0, 1])
     router.sent(replica, chain)
 
+The rule, for the prompt's blocks that each replica has from the first on:
+
+1. One replica is much busier than another: the least loaded one.
+2. No replica has half of the blocks: the least loaded one.
+3. Otherwise the one that has most, among equals the least loaded. But what it has may be a
+   beginning that many prompts share, such as a system prompt. Then another replica gets the prompt,
+   and that beginning, as soon as this takes fewer steps than the first one is ahead in load.
+
 The router knows what was sent to each replica, not what a replica still holds. It remembers as many
 blocks as all replicas have, and forgets the least recently used first, as replicas do. `gone` is
 for exact reports of evicted blocks, which engines do not send yet. No torch here.
@@ -35,6 +43,9 @@ class Thresholds:
     matched_share: float = 0.5  # least share of the prompt's blocks that a replica must know
     load_difference: float = 32.0  # most load above that of the least loaded replica
     load_ratio: float = 1.1  # the same as a factor; both must be exceeded
+    # different continuations that make a beginning a shared one; a conversation has up to two: its
+    # answer as generated, and as the next prompt repeats it
+    continuations: int = 2
 
 
 def root_hash(adapter: int, salt: str) -> int:
@@ -59,6 +70,13 @@ def _hash(content: bytes | memoryview, parent: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
+@dataclass(slots=True)
+class _Block:
+    replicas: int = 0  # those that it was sent to, one bit each
+    child: int | None = None  # hash of the block that followed it last
+    continuations: int = 0  # times that another block followed than before
+
+
 class Router:
     def __init__(
         self,
@@ -73,15 +91,16 @@ class Router:
         """
         self.policy = policy
         self.most_blocks = most_blocks
+        self.block_load = 0.0  # load of computing one block, in steps
         self._replicas = replicas
         self._thresholds = thresholds
         self._random = random.Random(seed)
-        # block hash → replicas that it was sent to, one bit each; least recently sent first
-        self._sent: OrderedDict[int, int] = OrderedDict()
+        # by block hash, least recently sent first
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()
 
     def __len__(self) -> int:
         """Return the number of blocks that are remembered."""
-        return len(self._sent)
+        return len(self._blocks)
 
     def choose(self, chain: Sequence[int], loads: Sequence[float], among: Sequence[int]) -> int:
         """Return one of the replicas in `among`.
@@ -103,17 +122,23 @@ class Router:
         best = max(matched[replica] for replica in among)
         if best < limits.matched_share * len(chain):
             return least
-        return min(
+        home = min(
             (replica for replica in among if matched[replica] == best),
             key=lambda replica: (loads[replica], replica),
         )
+        if best and self._blocks[chain[best - 1]].continuations >= limits.continuations:
+            added = (best - matched[least]) * self.block_load
+            if loads[home] - loads[least] > added:
+                return least
+        return home
 
     def matched(self, chain: Sequence[int]) -> list[int]:
         """Return how many leading blocks of a prompt each replica was sent before."""
         counts = [len(chain)] * self._replicas
         matching = (1 << self._replicas) - 1
         for position, block in enumerate(chain):
-            still = matching & self._sent.get(block, 0)
+            known = self._blocks.get(block)
+            still = 0 if known is None else matching & known.replicas
             if still == matching:
                 continue
             for replica in _bits(matching & ~still):
@@ -127,25 +152,31 @@ class Router:
         """Note that a replica has these blocks, or will have when it has computed them."""
         if self.policy != "prefix":
             return
+        child = None
         # The end of a prompt is forgotten before its beginning, as replicas evict blocks.
         for block in reversed(chain):
-            self._sent[block] = self._sent.get(block, 0) | 1 << replica
-            self._sent.move_to_end(block)
-        while len(self._sent) > self.most_blocks:
-            self._sent.popitem(last=False)
+            known = self._blocks.setdefault(block, _Block())
+            known.replicas |= 1 << replica
+            if child is not None and child != known.child:
+                known.child = child
+                known.continuations += 1
+            child = block
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > self.most_blocks:
+            self._blocks.popitem(last=False)
 
     def gone(self, replica: int, blocks: Sequence[int]) -> None:
         """Note that a replica does not have these blocks any more."""
         for block in blocks:
-            left = self._sent.get(block, 0) & ~(1 << replica)
-            if left:
-                self._sent[block] = left
-            else:
-                self._sent.pop(block, None)
+            known = self._blocks.get(block)
+            if known is not None:
+                known.replicas &= ~(1 << replica)
+                if not known.replicas:
+                    del self._blocks[block]
 
     def forget(self, replica: int) -> None:
         """Forget all blocks of a replica whose process has ended."""
-        self.gone(replica, [block for block, mask in self._sent.items() if mask >> replica & 1])
+        self.gone(replica, list(self._blocks))
 
 
 def _bits(mask: int) -> list[int]:
