@@ -76,18 +76,21 @@ def expected(place: Path) -> dict[str, list[int]]:
     return json.loads((place / "expected.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def server(place: Path):
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def server(place: Path, request):
+    """A server with one engine or with two replicas of it."""
+    repository = place / f"repository {request.param}"
     engine = build_engine(place / "model", place / "engine", dtype="float32")
-    write_repository(place / "repository", MODEL, engine, engine, 64)
-    config = place / "repository" / "tensorrt_llm" / "config.pbtxt"
+    write_repository(repository, MODEL, engine, engine, 64)
+    config = repository / "tensorrt_llm" / "config.pbtxt"
+    config.write_text(config.read_text().replace("{ count: 1", f"{{ count: {request.param}"))
     text = f'parameters {{ key: "lora_prefetch_dir" value {{ string_value: "{place / "adapters"}" }} }}\n'
     assert "decoupled: True" in config.read_text()
     # HTTP serves only models that are not decoupled
     config.write_text(config.read_text().replace("decoupled: True", "decoupled: False") + text)
-    limit_cache(place / "repository")
+    limit_cache(repository)
     # add the adapter tensors that the ensemble has since 0.18
-    ensemble = place / "repository" / "ensemble" / "config.pbtxt"
+    ensemble = repository / "ensemble" / "config.pbtxt"
     text = ensemble.read_text().replace("input [\n", "input [\n" + TENSORS, 1)
     wires = "".join(
         f'input_map {{ key: "{name}" value: "{name}" }}\n'
@@ -96,7 +99,7 @@ def server(place: Path):
     at = 'input_map { key: "streaming" value: "stream" }\n'
     assert at in text
     ensemble.write_text(text.replace(at, at + wires))
-    running = RealServer(place / "repository", place / "log")
+    running = RealServer(repository, place / "log")
     yield running
     assert running.close() == 0, running.log()
 
