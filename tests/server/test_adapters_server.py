@@ -262,7 +262,7 @@ def test_an_invalid_adapter_is_refused_with_a_reason(server, expected, fields, s
 def test_error_of_an_unreadable_adapter_has_its_name_but_not_its_path(server, place, files, text):
     name = f"half-{len(files)}-{'npy' in str(files)}"
     folder = place / "adapters" / name
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for file in files:
         (folder / file).write_text("{}" if file.endswith(".json") else "")
     error = generate(server, MODEL, lora_name=name).json()["error"]
