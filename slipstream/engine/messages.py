@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import cast
 
 # Upper bounds, in seconds, of the histogram of queue times; the last bucket has none.
@@ -80,8 +81,8 @@ class EngineInfo:
         """Return the sizes of several replicas together: memory and capacity add up, and a request
         must fit any one of them.
         """
-        sums = {name: sum(getattr(info, name) for info in infos) for name in _SUMMED_SIZES}
-        least = {name: min(getattr(info, name) for info in infos) for name in _LEAST_SIZES}
+        sums = {name: sum(map(attrgetter(name), infos)) for name in _SUMMED_SIZES}
+        least = {name: min(map(attrgetter(name), infos)) for name in _LEAST_SIZES}
         slowest = max(info.load_seconds for info in infos)
         return replace(infos[0], load_seconds=slowest, **sums, **least)
 
@@ -252,11 +253,10 @@ class EngineStats:
         numbers = [
             one.name for one in fields(cls) if one.name not in ("timestamp_us", "queue_counts")
         ]
-        sums = {name: sum(getattr(stats, name) for stats in each) for name in numbers}
+        sums = {name: sum(map(attrgetter(name), each)) for name in numbers}
+        columns = zip(*(stats.queue_counts for stats in each), strict=True)
         return cls(
             timestamp_us=max(stats.timestamp_us for stats in each),
-            queue_counts=[
-                sum(counts) for counts in zip(*(s.queue_counts for s in each), strict=True)
-            ],
+            queue_counts=[sum(column) for column in columns],
             **sums,
         )

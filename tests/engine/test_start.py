@@ -104,6 +104,25 @@ def test_gpu_memory_utilization_is_a_share_of_the_whole_gpu(monkeypatch):
     assert divide(Model("cuda"), 64, {**half, "cache_memory_fraction": 0.1}).blocks == 100
 
 
+def test_replicas_on_one_gpu_have_a_part_of_it_each(monkeypatch):
+    weights = 2**30
+    total = 2 * (SPARE + of_rows(64) + weights + 100 * BLOCK)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: weights)
+
+    def blocks_of(free, **settings):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+        sizes = start.EngineSizes(torch.device("cuda"), torch.bfloat16, 64, 8192, sharing=2)
+        chosen = EngineSettings(max_rows=64, replicas=2, **settings)
+        return start._divide_memory(Model("cuda"), chosen, sizes, None).blocks
+
+    # the same whether the other replica has taken its part before or will
+    assert blocks_of(total - weights, cache_memory_fraction=1.0) == 100
+    assert blocks_of(total // 2 - weights, cache_memory_fraction=1.0) == 100
+    assert blocks_of(total - weights, cache_memory_fraction=0.5) == 50
+    assert blocks_of(total - weights, gpu_memory_utilization=1.0) == 100
+    assert blocks_of(total - weights, cache_tokens=320) == 10  # those of each replica
+
+
 def test_a_cache_larger_than_the_available_memory_is_an_error(monkeypatch):
     monkeypatch.setattr(start, "read_host_memory", lambda: HostMemory(2**40, 100 * BLOCK))
     assert on_cpu(64, cache_tokens=3200) == 100
@@ -149,3 +168,20 @@ def test_compressed_weights_leave_memory_for_one_sequence(monkeypatch):
 
 def test_no_compressed_weights_when_the_cache_size_is_given(monkeypatch):
     assert shared_out(monkeypatch, SPARE + 2**30, copy_bytes=1, cache_tokens=320) == (0, 10)
+
+
+def test_a_replica_takes_its_own_gpu(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(start, "_device", lambda settings: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    place = start._place
+    assert place(EngineSettings()) == (torch.device("cuda"), 1)
+    assert place(EngineSettings(replicas=2, replica=1)) == (torch.device("cuda:1"), 1)
+    assert place(EngineSettings(replicas=2, devices=(1, 1))) == (torch.device("cuda:1"), 2)
+    assert place(EngineSettings(devices=(0,))) == (torch.device("cuda:0"), 1)
+    assert chosen == [1, 1, 0]
+
+
+def test_replicas_on_a_cpu_share_it():
+    assert start._place(EngineSettings(device="cpu", replicas=3)) == (torch.device("cpu"), 3)
