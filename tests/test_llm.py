@@ -326,3 +326,9 @@ def test_settings_have_the_names_of_the_flags(checkpoint):
     assert info.rows_bound == "setting"
     with pytest.raises(ValueError, match="weight_only and quantization are the same setting"):
         LLM(checkpoint, weight_only="int8", quantization="int8")
+
+
+@pytest.mark.parametrize("settings", [{"replicas": 2}, {"devices": [0]}])
+def test_replicas_are_a_setting_of_servers(settings):
+    with pytest.raises(ValueError, match=r"^replicas and devices are settings of servers: an LLM"):
+        LLM("nowhere", **settings)

@@ -14,6 +14,7 @@ from submit import submit
 from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.engine.messages import EngineInfo, EngineStats
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.client import (
     EngineClient,
     EngineStartFailed,
@@ -36,12 +37,13 @@ def create(folder, count=2, frontends=1, **supervision):
         [
             EngineClient(
                 folder,
+                EngineSettings(replicas=count, replica=index),
                 supervision=Supervision(**supervision),
                 command=COMMAND,
                 frontends=frontends,
                 ids=ids,
             )
-            for _ in range(count)
+            for index in range(count)
         ]
     )
 
@@ -243,7 +245,7 @@ async def test_only_the_last_replica_that_fails_for_good_ends_the_server(launch,
     failed = asyncio.ensure_future(replicas.wait_failed())
     first, second = replicas.clients
     os.kill(first.process_id, signal.SIGKILL)
-    await until(lambda: "1 of 2 go on" in caplog.text)
+    await until(lambda: "replica 0 failed for good, 1 of 2 go on" in caplog.text)
     assert replicas.ready
     assert not failed.done()
     tokens, _ = await collect(submit(replicas, [7], SamplingParams(max_tokens=2)))

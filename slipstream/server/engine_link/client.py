@@ -164,6 +164,8 @@ class EngineClient:
         self._supervision = supervision
         self._command = command
         self._name = name
+        # what the log calls it
+        self._title = "the engine" if settings.replicas == 1 else f"replica {settings.replica}"
         self._frontends = frontends
         self._requests = LinkedRequests(ids or request_ids())
         self._child: EngineChild | None = None
@@ -358,7 +360,10 @@ class EngineClient:
         else:
             seconds = time.monotonic() - self._restarts[-1]
             logger.info(
-                "the engine serves again, after %.1f s", seconds, extra={"model": self._name}
+                "%s serves again, after %.1f s",
+                self._title,
+                seconds,
+                extra={"model": self._name},
             )
 
     def _lose(self, reason: str) -> None:
@@ -381,12 +386,13 @@ class EngineClient:
         self._child = None
         self._past.add(self._process_stats)
         self._process_stats = EngineStats()
-        logger.error("the engine process exited: %s", self.failure, extra={"model": self._name})
+        context = {"model": self._name}
+        logger.error("%s process exited: %s", self._title, self.failure, extra=context)
         if self.info is None:
             self._give_up(f"{self.failure}")
         elif self._may_restart():
             times = f"{len(self._restarts)} of {limits.restarts} times"
-            logger.warning("starting the engine again, %s", times, extra={"model": self._name})
+            logger.warning("starting %s again, %s", self._title, times, extra=context)
             self.spawn()
             self._attach()
         else:
@@ -449,7 +455,8 @@ class EngineClient:
     async def _kill_hung(self, reason: str) -> None:
         assert self._child is not None
         logger.error(
-            "the engine process is killed: %s; its stacks follow",
+            "%s process is killed: %s; its stacks follow",
+            self._title,
             reason,
             extra={"model": self._name},
         )

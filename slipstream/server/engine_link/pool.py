@@ -65,24 +65,21 @@ class EnginePool:
     def _create(self, model: EngineModel, settings: EngineSettings) -> PooledEngine:
         ids = request_ids()  # shared: the replica of a request is found by its id
 
-        def client(name: str, settings: EngineSettings) -> EngineClient:
+        def client(settings: EngineSettings) -> EngineClient:
             return EngineClient(
                 model.engine_config.path,
                 settings,
                 self._supervision,
                 self._command,
-                name,
+                model.name,
                 self.frontends,
                 ids,
             )
 
         if settings.replicas == 1:
-            return client(model.name, settings)
+            return client(settings)
         return Replicas(
-            [
-                client(f"{model.name} replica {index}", replace(settings, replica=index))
-                for index in range(settings.replicas)
-            ]
+            [client(replace(settings, replica=index)) for index in range(settings.replicas)]
         )
 
     def check(self, models: Iterable[EngineModel]) -> None:

@@ -278,22 +278,26 @@ class Replicas:
 
     async def wait_failed(self) -> str:
         """Wait until all replicas have failed for good and return the reason of the last one."""
-        left = len(self.clients)
+        waiting = {
+            asyncio.ensure_future(client.wait_failed()): index
+            for index, client in enumerate(self.clients)
+        }
+        left = set(waiting)
         reason = ""
-        waiting = [asyncio.ensure_future(client.wait_failed()) for client in self.clients]
         try:
-            for failed in asyncio.as_completed(waiting):
-                reason = await failed
-                left -= 1
-                if left:
+            while left:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for failed in done:
+                    reason = failed.result()
                     logger.error(
-                        "a replica failed for good, %d of %d go on: %s",
-                        left,
-                        len(self.clients),
+                        "replica %d failed for good, %d of %d go on: %s",
+                        waiting[failed],
+                        len(left),
+                        len(waiting),
                         reason,
                     )
         finally:
-            for task in waiting:
+            for task in left:
                 task.cancel()
         return reason
 
