@@ -220,6 +220,8 @@ async def test_an_adapter_named_by_its_number_goes_to_a_replica_that_was_sent_it
         assert (await run(5)).finish_reason == "length"
     victim = replicas.clients[1]
     os.kill(victim.process_id, signal.SIGKILL)
+    await until(lambda: not victim.ready)
+    assert (await run(5)).error == "LoRA task 5 not found in cache"
     await until(lambda: victim.processes == 2)
     assert (await run(5)).error == "LoRA task 5 not found in cache"
     await run(5, source)

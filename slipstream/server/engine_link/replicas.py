@@ -125,14 +125,15 @@ class ReplicaChooser:
             found = [index for index in everywhere if self._replicas[index].has(leader)]
             if found:
                 return found
+        ready = [index for index in everywhere if self._replicas[index].ready]
         if request.adapter and request.adapter_source is None:
-            # only the replicas that were sent the adapter have it
+            # Only the replicas that were sent the adapter have it. Others answer that it is not in
+            # the cache, so that the client sends it again.
             mask = self._adapters.get(request.adapter, 0)
-            found = [index for index in everywhere if mask >> index & 1]
+            found = [index for index in ready if mask >> index & 1]
             if found:
                 return found
         # one that does not respond is better than none
-        ready = [index for index in everywhere if self._replicas[index].ready]
         return ready or list(everywhere)
 
     def _loads(self) -> list[float]:
