@@ -22,20 +22,30 @@ def route(logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Ten
 
 
 def mixture(
-    x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: Sequence[Callable[[Tensor], Tensor]],
+    first: int = 0,
 ) -> Tensor:
     """Return the weighted sum of the experts' outputs: x [tokens, hidden] → [tokens, hidden].
 
-    Tokens are sorted by expert, so that each expert runs once. chosen, weights: from `route`
+    Tokens are sorted by expert, so that each expert runs once. chosen, weights: from `route`;
+    first: the number of the first of `experts`. Other experts add nothing.
     """
     expert_of_pair = chosen.flatten()  # a pair is a token and one of its experts
-    order = expert_of_pair.argsort(stable=True)
+    counts = expert_of_pair.bincount(minlength=first + len(experts)).tolist()
+    begin = sum(counts[:first])
+    counts = counts[first : first + len(experts)]
+    order = expert_of_pair.argsort(stable=True)[begin : begin + sum(counts)]
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    if not len(order):
+        return total.to(x.dtype)
     tokens = order // chosen.shape[1]
-    counts = expert_of_pair.bincount(minlength=len(experts)).tolist()
     parts = zip(experts, x[tokens].split(counts), strict=True)
     outputs = torch.cat([expert(part) for expert, part in parts if len(part)])
     weighted = outputs.float() * weights.flatten()[order, None]
-    return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, tokens, weighted).to(x.dtype)
+    return total.index_add_(0, tokens, weighted).to(x.dtype)
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels.experts import mixture, route
 from slipstream.kernels.linear import Linear
+from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.linear import Tensors
 from slipstream.model.spec import ModelSpec
 
@@ -17,12 +18,24 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class Mixture:
-    def __init__(self, spec: ModelSpec, source: Tensors, name: str, activate: Activation) -> None:
+    """The experts of a layer. With several ranks, each has some of the experts, or a part of each:
+    the sum of the ranks' outputs is the layer's.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: Tensors,
+        name: str,
+        activate: Activation,
+        ranks: Ranks = ALONE,
+    ) -> None:
         assert spec.experts is not None
         self.experts = spec.experts
         self.router = source.linear(f"{name}.router", spec.experts.count, spec.hidden_size, False)
         build = gpu_experts if source.device.type == "cuda" else cpu_experts
-        self.run_experts = build(spec, source, f"{name}.experts", activate)
+        held = spec.experts.held_by(ranks.rank, ranks.size)
+        self.run_experts = build(spec, source, f"{name}.experts", activate, held)
         self.shared: Expert | None = None
         if spec.experts.shared_ffn_size:
             size = spec.experts.shared_ffn_size
@@ -55,10 +68,12 @@ class Expert:
 RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def cpu_experts(spec: ModelSpec, source: Tensors, name: str, activate: Activation) -> RunExperts:
-    """Return a function that runs each expert once, on the tokens that chose it."""
+def cpu_experts(
+    spec: ModelSpec, source: Tensors, name: str, activate: Activation, held: range
+) -> RunExperts:
+    """Return a function that runs each of the experts `held` once, on the tokens that chose it."""
     assert spec.experts is not None
-    count = spec.experts.count
+    count = len(held)
     ffn_size = spec.experts.ffn_size
     up_projs = source.linears(f"{name}.gate_up", count, 2 * ffn_size, spec.hidden_size)
     down_projs = source.linears(f"{name}.proj", count, spec.hidden_size, ffn_size)
@@ -66,16 +81,19 @@ def cpu_experts(spec: ModelSpec, source: Tensors, name: str, activate: Activatio
         Expert(up_proj, activate, down_proj)
         for up_proj, down_proj in zip(up_projs, down_projs, strict=True)
     ]
-    return lambda x, chosen, weights: mixture(x, chosen, weights, experts)
+    return lambda x, chosen, weights: mixture(x, chosen, weights, experts, held.start)
 
 
-def gpu_experts(spec: ModelSpec, source: Tensors, name: str, activate: Activation) -> RunExperts:
-    """Return a function that runs all experts in grouped GEMMs."""
+def gpu_experts(
+    spec: ModelSpec, source: Tensors, name: str, activate: Activation, held: range
+) -> RunExperts:
+    """Return a function that runs the experts `held` in grouped GEMMs."""
     # imported here: a CPU installation has no Triton
     from slipstream.kernels.gpu.experts import grouped_gemm, plan_experts
 
     assert spec.experts is not None
-    count = spec.experts.count
+    count = len(held)
+    partial = count < spec.experts.count
     ffn_size = spec.experts.ffn_size
     gate_up = source.stacked(f"{name}.gate_up", count, 2 * ffn_size, spec.hidden_size)
     proj = source.stacked(f"{name}.proj", count, spec.hidden_size, ffn_size)
@@ -83,9 +101,15 @@ def gpu_experts(spec: ModelSpec, source: Tensors, name: str, activate: Activatio
     invariant = source.batch_invariant
 
     def run_experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if partial:
+            chosen = chosen - held.start  # no tile covers the numbers outside 0 to count - 1
         plan = plan_experts(chosen, count, fixed_tile=invariant)
         outputs = grouped_gemm(activate(grouped_gemm(x, *gate_up, plan)), *proj, plan)
         by_token = outputs.view(*chosen.shape, spec.hidden_size)  # [tokens, per_token, hidden]
+        if partial:
+            # rows of other ranks' experts were never written
+            outside = (chosen < 0) | (chosen >= count)
+            by_token = by_token.masked_fill(outside[..., None], 0.0)
         if invariant:
             return _sum_in_order(by_token, weights).to(x.dtype)
         return torch.bmm(weights.to(x.dtype)[:, None, :], by_token)[:, 0]

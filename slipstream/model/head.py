@@ -10,6 +10,7 @@ from torch import Tensor
 from slipstream.kernels import linear_dispatch
 from slipstream.kernels.inputs import Input, plain
 from slipstream.kernels.linear import Linear
+from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.linear import Tensors
 from slipstream.model.spec import ModelSpec
 
@@ -20,18 +21,30 @@ _RECOMPUTED_LOGITS = 32  # tokens whose logits are recomputed; more than can tie
 
 
 class Head:
-    """The output layer: from the normalised residual stream to logits [samples, vocab]."""
+    """The output layer: from the normalised residual stream to logits [samples, vocab].
 
-    def __init__(self, spec: ModelSpec, source: Tensors, embedding: Tensor) -> None:
+    A rank has the rows of its part of the vocabulary, and joins its logits with the others'.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, source: Tensors, embedding: Tensor, ranks: Ranks = ALONE
+    ) -> None:
+        self._ranks = ranks
+        self._vocab_size = spec.vocab_size
+        self._each = len(spec.vocabulary_of(0, ranks.size))
+        own_tokens = spec.vocabulary_of(ranks.rank, ranks.size)
+        rows = len(own_tokens)
+        if ranks.size > 1:
+            embedding = embedding[own_tokens.start : own_tokens.stop]
         self.softcap = spec.final_softcap
         self._batch_invariant = source.batch_invariant
         self.bias: Tensor | None = None
         if spec.head_bias:
-            self.bias = source.take("lm_head.bias", (spec.vocab_size,)).float()
+            self.bias = source.take("lm_head.bias", (rows,)).float()
         # unquantised [vocab, embedding]; None if the head is quantised
         self.weight: Tensor | None = embedding
         if not spec.tied_embeddings:
-            self.weight = source.peek("lm_head.weight", (spec.vocab_size, spec.embedding_width))
+            self.weight = source.peek("lm_head.weight", (rows, spec.embedding_width))
         # a quantised engine holds a head of its own even if the embeddings are tied
         own = source.has("lm_head.weight")
         # the layer with float32 output, if the device has one
@@ -45,10 +58,16 @@ class Head:
         elif spec.tied_embeddings and not own:
             self.linear = source.in_form(linear_dispatch.unquantised(embedding, None))
         else:
-            self.linear = source.linear("lm_head", spec.vocab_size, spec.embedding_width, False)
+            self.linear = source.linear("lm_head", rows, spec.embedding_width, False)
 
     def __call__(self, x: Input, out: Tensor | None = None) -> Tensor:
         """out: memory for the logits, used if the device can write to it"""
+        if self._ranks.size == 1:
+            return self._own_logits(x, out)
+        return self._ranks.join(self._own_logits(x, None), self._each, self._vocab_size, out)
+
+    def _own_logits(self, x: Input, out: Tensor | None) -> Tensor:
+        """Return the logits of this rank's part of the vocabulary: [samples, part]."""
         logits = self.linear(x) if self.fp32_linear is None else self.fp32_linear(x, out)
         # On a GPU, 16-bit logits are converted where they are sampled, without a pass of their own.
         if logits.device.type == "cpu":

@@ -50,6 +50,9 @@ from typing import Any, Literal
 _MOST_EXPERTS = 4096
 MOST_LAYERS = 4096
 _FP8_SENSITIVE_BELOW = 2048  # hidden size
+# A rank's part of a large vocabulary is a multiple of this, as the kernels of a GPU want it.
+_VOCABULARY_MULTIPLE = 64
+_ALIGNED_VOCABULARY_FROM = 1024  # tokens of a part; smaller parts are not rounded
 
 
 RopeKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
@@ -96,6 +99,15 @@ class Experts:
             raise ValueError(
                 f"{self.per_token} experts a token, of {self.count}; the most are {_MOST_EXPERTS}"
             )
+
+    def held_by(self, rank: int, ranks: int) -> range:
+        """Return the experts of a rank: a range of whole experts if their number can be divided,
+        else all of them, with a part of each.
+        """
+        if self.count % ranks:
+            return range(self.count)
+        each = self.count // ranks
+        return range(rank * each, (rank + 1) * each)
 
 
 @dataclass(frozen=True)
@@ -228,6 +240,13 @@ class ModelSpec:
     def window_of_layer(self, layer: int) -> int | None:
         slides = self.sliding_layers is None or self.sliding_layers[layer]
         return self.sliding_window if slides else None
+
+    def vocabulary_of(self, rank: int, ranks: int) -> range:
+        """Return the tokens whose logits a rank computes. The last ranks may have fewer."""
+        each = -(-self.vocab_size // ranks)
+        if each >= _ALIGNED_VOCABULARY_FROM:
+            each += -each % _VOCABULARY_MULTIPLE
+        return range(min(rank * each, self.vocab_size), min((rank + 1) * each, self.vocab_size))
 
     def theta_of_layer(self, layer: int) -> float | None:
         """Return the rotary base of a layer that has its own; None: the model's."""

@@ -31,6 +31,7 @@ from slipstream.kernels.linear import (
 from slipstream.kernels.normalisation import Norm
 from slipstream.kernels.operations import Attention, Operations, operations_on
 from slipstream.kernels.options import KernelOptions
+from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.experts import Mixture
 from slipstream.model.head import Head
 from slipstream.model.linear import Tensors
@@ -65,8 +66,12 @@ class Transformer:
         positions: int,
         cache_dtype: torch.dtype | None = None,
         options: KernelOptions = KernelOptions(),
+        ranks: Ranks = ALONE,
     ) -> None:
-        """positions: the longest sequence; learned positions end with their table."""
+        """positions: the longest sequence; learned positions end with their table.
+
+        With several ranks, spec and tensors are this rank's: see weights/shards.py.
+        """
         self.spec = spec
         self.dtype = dtype
         self.device = device
@@ -86,6 +91,22 @@ class Transformer:
         self._take_projections(source)
         # Rounded as the model was trained with it, in the type of its embedding.
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+        self._take_positions(source, positions)
+        self.layers = [
+            Layer(spec, index, source, self.operations, options, ranks)
+            for index in range(spec.layers)
+        ]
+        self.final_norm = _norm(spec, source, "transformer.ln_f") if spec.final_norm else None
+        self.head = Head(spec, source, self.embedding, ranks)
+        self.score = _score_layer(spec, source)
+        source.close()
+        for layer, following in itertools.pairwise(self.layers):
+            layer.set_consumer(following.input_norm, following.qkv)
+        self.layers[-1].set_consumer(self.final_norm, self.head.linear)
+
+    def _take_positions(self, source: Tensors, positions: int) -> None:
+        """Take the learned positions, or compute the tables of RoPE."""
+        spec = self.spec
         self.position_embedding: Tensor | None = None
         self.rope: dict[float | None, RopeTables] = {}  # by a layer's theta
         if spec.position == "learned":
@@ -94,17 +115,7 @@ class Transformer:
         else:
             for theta in {spec.theta_of_layer(index) for index in range(spec.layers)}:
                 cosine, sine = rotary_table(spec, positions, theta)
-                self.rope[theta] = (cosine.to(device), sine.to(device))
-        self.layers = [
-            Layer(spec, index, source, self.operations, options) for index in range(spec.layers)
-        ]
-        self.final_norm = _norm(spec, source, "transformer.ln_f") if spec.final_norm else None
-        self.head = Head(spec, source, self.embedding)
-        self.score = _score_layer(spec, source)
-        source.close()
-        for layer, following in itertools.pairwise(self.layers):
-            layer.set_consumer(following.input_norm, following.qkv)
-        self.layers[-1].set_consumer(self.final_norm, self.head.linear)
+                self.rope[theta] = (cosine.to(self.device), sine.to(self.device))
 
     def _take_projections(self, source: Tensors) -> None:
         """Take the linear layers between embeddings and layers of another size."""
@@ -226,9 +237,15 @@ class Layer:
         source: Tensors,
         operations: Operations,
         options: KernelOptions = KernelOptions(),
+        ranks: Ranks = ALONE,
     ) -> None:
         self.spec = spec
         self.operations = operations
+        self.ranks = ranks
+        # adds what this rank computed to the residual stream, summed over the ranks
+        self.add_norm = operations.add_norm
+        if ranks.size > 1:
+            self.add_norm = partial(ranks.sum_add_norm, add_norm=operations.add_norm)
         self.index = index
         self.dtype = source.dtype
         scale = spec.attention_scale or spec.head_size**-0.5
@@ -246,11 +263,12 @@ class Layer:
         self.fused_down_proj: FusedLinear | None = None
         self.mixture: Mixture | None = None
         if spec.experts_of_layer(index) is not None:
-            self.mixture = Mixture(spec, source, f"{name}.mlp", self.activate)
+            self.mixture = Mixture(spec, source, f"{name}.mlp", self.activate, ranks)
             return
         self._take_mlp(source, up_proj, f"{name}.mlp.proj")
         plain_residual = not (spec.norms_after or spec.parallel_residual or spec.output_norms)
-        if plain_residual and options.fused_gemv:
+        # A sum over the ranks belongs between linear layer and norm, so one kernel cannot be both.
+        if plain_residual and options.fused_gemv and ranks.size == 1:
             self.fused_o_proj = fuse_residual_norm(self.o_proj, self.post_norm, self.up_proj)
 
     def _take_attention(self, source: Tensors, name: str) -> None:
@@ -336,8 +354,9 @@ class Layer:
         else:
             delta = self._adapted(self.o_proj(attended), attended, step, O_PROJ)
             if self.spec.norms_after:
-                x = _normed_sum(hidden, delta, self.input_norm)
-                return hidden, _normed_sum(hidden, self.mlp(x, step), self.post_norm)
+                x = _normed_sum(hidden, self.ranks.sum(delta), self.input_norm)
+                output = self.ranks.sum(self.mlp(x, step))
+                return hidden, _normed_sum(hidden, output, self.post_norm)
             if self.spec.parallel_residual:
                 if not self.spec.shared_norm:
                     x = self.operations.add_norm(hidden, None, self.post_norm)
@@ -350,9 +369,12 @@ class Layer:
     def _sum(
         self, hidden: Tensor, delta: Tensor, norm: Norm | None, own_norm: Norm | None = None
     ) -> Input:
-        """Add delta, normalised by `own_norm`, to the residual stream in place, and return the sum
-        normalised by `norm`.
+        """Add delta, summed over the ranks and normalised by `own_norm`, to the residual stream in
+        place. Return the sum normalised by `norm`.
         """
+        if own_norm is None and norm is not None:
+            return self.add_norm(hidden, delta, norm)
+        delta = self.ranks.sum(delta)
         if own_norm is not None:
             delta = self.operations.normalise(delta, own_norm)
         if norm is None:

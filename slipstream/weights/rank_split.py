@@ -6,6 +6,8 @@ Layer numbers start at 0 in every pipeline stage. Queries, keys and values are s
 there are fewer KV heads than ranks, each rank holds a copy of one KV head. The first linear of a
 feed-forward block is split by rows and the second by columns, within each expert. The output head
 is padded and split by rows. Every rank holds all other parameters completely.
+
+`engine_part` is the same for the tensors of an engine, which is one file for any number of ranks.
 """
 
 from __future__ import annotations
@@ -57,15 +59,19 @@ class RankMapping:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a parameter in one rank's file: ranges of rows, columns, zero rows at the end."""
+    """The part of a parameter that a rank has: ranges of rows, columns, zero rows at the end."""
 
     rows: tuple[Range, ...]
     columns: Range | None = None
     padding: int = 0
+    # zeros in place of the values: a bias that only the first rank adds
+    zeros: bool = False
 
     def shape(self, whole: Shape) -> Shape:
         rows = sum(stop - start for start, stop in self.rows) + self.padding
-        return (rows, self.columns[1] - self.columns[0]) if self.columns else (rows, *whole[1:])
+        if self.columns is None:
+            return (rows, *whole[1:])
+        return (rows, self.columns[1] - self.columns[0], *whole[2:])
 
 
 def rank_file(rank: int) -> str:
@@ -111,6 +117,40 @@ def compute_part(spec: ModelSpec, parameter: str, whole: Shape, tp_rank: int, tp
         start = min(tp_rank * each, whole[0])
         stop = min((tp_rank + 1) * each, whole[0])
         return Part(((start, stop),), padding=each - (stop - start))
+    return everything
+
+
+def engine_part(spec: ModelSpec, name: str, whole: Shape, rank: int, ranks: int) -> Part:
+    """Return the part of an engine's tensor of shape `whole` that a rank has.
+
+    A row's bias and scale go with the row. Where columns are split, all ranks have the scales of
+    all rows, and of int4 those of their groups; the first rank has the bias.
+    """
+    everything = Part(((0, whole[0]),))
+    linear, _, kind = name.rpartition(".")
+    if ranks == 1:
+        return everything
+    if linear.endswith(".attention.qkv"):
+        return Part(_qkv_rows(spec, rank, ranks))
+    if linear.endswith(".mlp.fc"):
+        return Part((_share(whole[0], rank, ranks),))
+    if linear.endswith((".mlp.gate_up", ".shared.gate_up")):
+        return Part(_expert_rows(2, whole[0] // 2, rank, ranks))
+    if ".mlp.experts." in name and spec.experts is not None:
+        held = spec.experts.held_by(rank, ranks)
+        if len(held) < spec.experts.count:
+            each = whole[0] // spec.experts.count
+            return Part(((held.start * each, held.stop * each),))
+        if linear.endswith(".gate_up"):
+            halves = 2 * spec.experts.count
+            return Part(_expert_rows(halves, whole[0] // halves, rank, ranks))
+    if linear.endswith((".attention.dense", ".proj")):
+        if len(whole) > 1:
+            return Part(((0, whole[0]),), _share(whole[1], rank, ranks))
+        return Part(((0, whole[0]),), zeros=kind == "bias" and rank > 0)
+    if name.startswith(_HEAD):
+        tokens = spec.vocabulary_of(rank, ranks)
+        return Part(((tokens.start, tokens.stop),))
     return everything
 
 

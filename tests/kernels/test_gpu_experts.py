@@ -119,12 +119,35 @@ def test_cpu_and_gpu_experts_agree(bits):
             )
     x, (chosen, shares) = torch.randn(9, 32), route(torch.randn(9, 5), 2, normalised=True)
     on_cpu = cpu_experts(
-        spec, Tensors(stored, torch.float32, torch.device("cpu")), "experts", silu_gated
+        spec, Tensors(stored, torch.float32, torch.device("cpu")), "experts", silu_gated, range(5)
     )
-    on_gpu = gpu_experts(spec, Tensors(stored, torch.float32, DEVICE), "experts", silu_gated)
+    on_gpu = gpu_experts(
+        spec, Tensors(stored, torch.float32, DEVICE), "experts", silu_gated, range(5)
+    )
     assert close(
         on_gpu(x.to(DEVICE), chosen.to(DEVICE), shares.to(DEVICE)), on_cpu(x, chosen, shares)
     )
+
+
+def test_experts_of_two_ranks_add_up_on_a_gpu():
+    torch.manual_seed(0)
+    spec = ModelSpec("MixtralForCausalLM", 8, 32, 1, 2, 2, 16, 48, 64, experts=Experts(6, 2, 48))
+    gate_up = torch.randn(6, 96, 32)
+    proj = torch.randn(6, 32, 48)
+    x = torch.randn(9, 32).to(DEVICE)
+    chosen, shares = route(torch.randn(9, 6).to(DEVICE), 2, normalised=True)
+    outputs = []
+    for held in (range(6), range(3), range(3, 6)):
+        stored = {
+            "experts.gate_up.weight": gate_up[held.start : held.stop].reshape(-1, 32),
+            "experts.proj.weight": proj[held.start : held.stop].reshape(-1, 48),
+        }
+        source = Tensors(stored, torch.float32, DEVICE)
+        run = gpu_experts(spec, source, "experts", silu_gated, held)
+        outputs.append(run(x, chosen, shares))
+    whole, first, second = outputs
+    assert torch.isfinite(first).all()
+    assert close(first + second, whole.cpu())
 
 
 def test_int4_experts_are_refused_on_a_gpu():
@@ -134,7 +157,7 @@ def test_int4_experts_are_refused_on_a_gpu():
     with pytest.raises(
         ValueError, match=r"experts\.gate_up: experts of four bits run on a CPU only"
     ):
-        gpu_experts(spec, Tensors(stored, torch.float32, DEVICE), "experts", silu_gated)
+        gpu_experts(spec, Tensors(stored, torch.float32, DEVICE), "experts", silu_gated, range(5))
 
 
 @pytest.mark.parametrize("normalised", [False, True])

@@ -15,6 +15,7 @@ from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.kernels.attention import plan_attention
+from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.spec import ModelSpec
 from slipstream.model.transformer import Step, Transformer
 from slipstream.weights.engine_folder import read_engine_folder
@@ -108,9 +109,10 @@ def logits_of(
     tensors: dict[str, torch.Tensor],
     dtype: torch.dtype,
     sequences: list[list[int]],
+    ranks: Ranks = ALONE,
 ) -> list[torch.Tensor]:
     longest = max(map(len, sequences))
-    model = Transformer(spec, tensors, dtype, torch.device("cpu"), positions=longest)
+    model = Transformer(spec, tensors, dtype, torch.device("cpu"), positions=longest, ranks=ranks)
     blocks = -(-longest // BLOCK)
     found = []
     for sequence in sequences:

@@ -1,0 +1,171 @@
+"""Tensor parallelism: what the ranks of one engine exchange while they compute.
+
+A rank is a process with a part of every weight. All ranks compute the same tokens. Sums over the
+ranks complete the output of a linear layer whose inputs are divided, and the logits of the ranks'
+parts of the vocabulary are joined. Invariant: every rank gets the same bits, so that every rank
+samples the same tokens from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.inputs import Input
+from slipstream.kernels.normalisation import Norm
+
+# (residual stream, what is added to it, norm) → the normalised sum: `Operations.add_norm`
+AddNorm = Callable[[Tensor, Tensor | None, Norm], Input]
+# the first bits of a hash, as a number that int64 holds with either sign
+_HASH_BYTES = 7
+
+
+class RanksDiffer(ValueError):
+    """Two ranks of an engine run on different software or hardware."""
+
+
+class Ranks(Protocol):
+    """One rank's end of the communication. Every rank makes the same calls in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    def sum(self, y: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors, added in the same order on every rank. `y` may be
+        overwritten.
+        """
+        ...
+
+    def sum_add_norm(self, hidden: Tensor, delta: Tensor, norm: Norm, add_norm: AddNorm) -> Input:
+        """Add the sum of the ranks' `delta` [tokens, size] to `hidden` in place, and return the
+        normalised result. add_norm: the device's operation for one rank
+        """
+        ...
+
+    def join(self, part: Tensor, each: int, width: int, out: Tensor | None = None) -> Tensor:
+        """Return the ranks' parts side by side: [rows, width].
+
+        part: [rows, columns]. Rank r has the columns from r * each on, at most `each` of them, and
+        none beyond `width`. out: memory for the result
+        """
+        ...
+
+    def likeliest(self, part: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Return the largest logit of each row over all parts and its token, the lowest of equals;
+        nan if the row has a nan. part: [rows, columns] logits of the tokens from `first` on
+        """
+        ...
+
+    def least(self, number: int) -> int:
+        """Return the smallest of the ranks' numbers. It waits for all ranks."""
+        ...
+
+    def meet(self, description: str = "") -> None:
+        """Wait for all ranks. Raises RanksDiffer if they give different descriptions."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """The only rank of an engine."""
+
+    rank: int = 0
+    size: int = 1
+
+    def sum(self, y: Tensor) -> Tensor:
+        return y
+
+    def sum_add_norm(self, hidden: Tensor, delta: Tensor, norm: Norm, add_norm: AddNorm) -> Input:
+        return add_norm(hidden, delta, norm)
+
+    def join(self, part: Tensor, each: int, width: int, out: Tensor | None = None) -> Tensor:
+        return part
+
+    def likeliest(self, part: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        best, tokens = part.max(dim=-1)
+        return best, tokens + first
+
+    def least(self, number: int) -> int:
+        return number
+
+    def meet(self, description: str = "") -> None:
+        return None
+
+
+ALONE = OneRank()
+
+
+class TorchRanks:
+    """Ranks over torch.distributed: gloo between CPUs, NCCL between GPUs."""
+
+    def __init__(self, group: Any = None) -> None:
+        """group: a process group; None: the default one. Its backend must take tensors of a CPU,
+        too: numbers of the host are exchanged over it.
+        """
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def sum(self, y: Tensor) -> Tensor:
+        y = y.contiguous()
+        dist.all_reduce(y, group=self._group)
+        return y
+
+    def sum_add_norm(self, hidden: Tensor, delta: Tensor, norm: Norm, add_norm: AddNorm) -> Input:
+        return add_norm(hidden, self.sum(delta), norm)
+
+    def join(self, part: Tensor, each: int, width: int, out: Tensor | None = None) -> Tensor:
+        rows, columns = part.shape
+        if out is None:
+            out = part.new_empty((rows, width))
+        if not rows:
+            return out
+        parts = self._gather(functional.pad(part, (0, each - columns)))
+        for rank, found in enumerate(parts):
+            first = min(rank * each, width)
+            last = min(first + each, width)
+            out[:, first:last] = found[:, : last - first]
+        return out
+
+    def likeliest(self, part: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        best, tokens = ALONE.likeliest(part, first)
+        # a double holds every token exactly
+        pairs = self._gather(torch.stack((best.double(), tokens.double()), dim=-1))
+        values, places = torch.stack(pairs).unbind(dim=-1)  # [ranks, rows] each
+        largest = values.amax(dim=0)
+        wins = (values == largest) | values.isnan()
+        lowest = places.masked_fill(~wins, torch.inf).amin(dim=0)
+        return largest.to(part.dtype), lowest.to(torch.int64)
+
+    def least(self, number: int) -> int:
+        found = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
+        return int(found)
+
+    def meet(self, description: str = "") -> None:
+        digest = hashlib.sha256(description.encode()).digest()[:_HASH_BYTES]
+        number = int.from_bytes(digest, "big")
+        if self.least(number) != -self.least(-number):
+            raise RanksDiffer(
+                f"the ranks of this engine differ: rank {self.rank} has {description}; run all "
+                "ranks on the same software and the same kind of device"
+            )
+
+    def _gather(self, part: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, which have the same shape."""
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part, group=self._group)
+        return parts
