@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from slipstream.engine.adapters.loader import AdapterLoader
     from slipstream.engine.cache.host_cache import HostCache
+    from slipstream.engine.ranks.leading import LeadingRunner
+    from slipstream.engine.rows import Rows
     from slipstream.kernels.adapters import AdapterPages
 
 Progress = Callable[[str, int, int], None]  # phase of the start, steps done, steps in all
@@ -39,6 +41,7 @@ class StepRunner(Protocol):
 
     block_tokens: int
     cache: Tensor
+    rows: Rows
     adapters: AdapterPages | None
     host: HostCache | None
 
@@ -53,15 +56,17 @@ class EngineLoop:
         info: EngineInfo,
         depth: int = 1,
         adapters: AdapterLoader | None = None,
+        leader: LeadingRunner | None = None,
     ) -> None:
         """depth: plans in flight. Two keep a GPU busy while the host plans; a CPU computes in
-        launch() itself.
+        launch() itself. leader: `runner`, if there are several ranks
         """
         self.scheduler = scheduler
         self.runner = runner
         self.info = info
         self.depth = depth
         self.adapters = adapters
+        self._leader = leader
         self.constraints = Constraints()  # the caller replaces it if it has a tokenizer
         self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
 
@@ -132,6 +137,13 @@ class EngineLoop:
         self.scheduler.check_integrity()
         if self.adapters is not None:
             self.adapters.check_integrity()
+        if self._leader is not None and not self._in_flight:
+            self._leader.check_integrity()
+
+    def close(self) -> None:
+        """End the other ranks, if there are any."""
+        if self._leader is not None:
+            self._leader.leave()
 
 
 def warm_up(

@@ -75,6 +75,7 @@ class EngineInfo:
     rows_bound: str = ""
     cache_dtype: str = ""  # of keys and values
     reuse: bool = True  # blocks of finished requests are kept for requests with the same prefix
+    ranks: int = 1  # processes of the engine; sizes in bytes are those of one rank
 
     @classmethod
     def of_replicas(cls, infos: Sequence[EngineInfo]) -> EngineInfo:

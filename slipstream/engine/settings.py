@@ -46,8 +46,11 @@ class EngineSettings:
     policy: Policy = "guaranteed_no_evict"
     reuse: bool = True  # keep the blocks of finished requests for requests with the same prefix
     chunked: bool = True  # a long prompt may be spread over several steps
-    # CPU threads; None: the cores that this process may use, divided among the replicas
+    # CPU threads of each process; None: the cores that this process may use, divided among the
+    # replicas and their ranks
     threads: int | None = None
+    # processes that compute the model together, each with a part of its weights; None: one
+    ranks: int | None = None
     max_beam_width: int | None = None  # of one request; None: as many as rows, at most 64
     # attention windows of the layers, repeated from the first; empty: the model's own
     attention_windows: Sequence[int] = ()
@@ -83,7 +86,7 @@ class EngineSettings:
 
     def _check_sizes(self) -> None:
         self._check_at_least(1, "max_rows", "block_tokens", "step_tokens", "max_beam_width")
-        self._check_at_least(1, "cache_bytes", "cache_tokens", "max_sequence_tokens")
+        self._check_at_least(1, "cache_bytes", "cache_tokens", "max_sequence_tokens", "ranks")
         self._check_not_negative("host_cache_bytes", "lookup_tokens")
         self._check_fraction("cache_memory_fraction")
         self._check_fraction("gpu_memory_utilization")

@@ -11,24 +11,35 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.adapters.cache import AdapterCache
-from slipstream.engine.adapters.loader import ReadFolder, create_adapters
+from slipstream.engine.adapters.loader import (
+    AdapterSizes,
+    ReadFolder,
+    create_adapters,
+    create_store,
+)
+from slipstream.engine.adapters.store import AdapterStore
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.cache.host_cache import HostCache
 from slipstream.engine.cache.window import Window
 from slipstream.engine.loop import EngineLoop, Progress, StepRunner, warm_up
 from slipstream.engine.memory import division
 from slipstream.engine.memory.host import read_host_memory
-from slipstream.engine.memory.placement import cpu_threads, place_replica
+from slipstream.engine.memory.placement import cpu_threads, place_rank
 from slipstream.engine.messages import EngineInfo
+from slipstream.engine.ranks.following import Follower
+from slipstream.engine.ranks.leading import LeadingRunner
+from slipstream.engine.ranks.orders import Followers
 from slipstream.engine.runner import Runner
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.step_budget import PromptLimits, PromptSpread, StepBudget
 from slipstream.kernels import packed_cache
 from slipstream.kernels.options import KernelOptions
+from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.position import rotary_size
 from slipstream.model.spec import ModelSpec
 from slipstream.model.transformer import Transformer
+from slipstream.version import VERSION
 
 if TYPE_CHECKING:
     from slipstream.kernels.gpu.compilation.pool import CompilePool
@@ -45,6 +56,25 @@ _REVISION_THREADS = 1
 
 
 @dataclass(frozen=True, slots=True)
+class BuiltLimits:
+    """What the engine folder says about the sizes of an engine. None: nothing."""
+
+    longest: int  # prompt + output
+    step_tokens: int | None = None  # the most tokens of a step, unless the settings say more
+    rows: int | None = None  # the most rows, unless the settings say more
+    fp8_cache: bool = False  # keys and values in 8 bits, if the device has instructions for that
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """The ranks of an engine, as the leading one sees them."""
+
+    ranks: Ranks
+    whole_spec: ModelSpec
+    followers: Followers
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSizes:
     """Sizes of an engine that do not depend on its memory."""
 
@@ -53,7 +83,7 @@ class EngineSizes:
     longest: int  # tokens of the longest sequence
     step_tokens: int  # token budget of one step
     depth: int = 1  # plans in flight
-    sharing: int = 1  # replicas on the device, this one included, which share its memory
+    sharing: int = 1  # processes on the device, this one included, which share its memory
 
 
 def create_engine(
@@ -67,6 +97,7 @@ def create_engine(
     most_step_tokens: int | None = None,
     most_rows: int | None = None,
     compiler: CompilePool | None = None,
+    group: RankGroup | None = None,
 ) -> EngineLoop:
     """Create an engine from weights in memory. `tensors` is emptied. For weights on disk, see
     `weights.load.start_engine`.
@@ -77,35 +108,91 @@ def create_engine(
     read_adapter: reads the folders of adapters; without it, adapters come with requests only.
     fp8_cache: keep keys and values in 8 bits, if the device has instructions for that.
     compiler: processes that compile the kernels of a GPU; None: they compile when first launched.
+    group: the other ranks; spec and tensors are then those of this rank, the leading one.
     """
     began = time.monotonic()
-    sizes = _choose_sizes(settings, longest_sequence, most_step_tokens)
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    fp8_cache = fp8_cache or settings.cache_dtype == "fp8"
-    model = _create_model(spec, tensors, settings, sizes, fp8_cache)
-    parts = _divide_memory(model, settings, sizes, most_rows)
-    prepared = _prepare_runner(model, settings.block_tokens, sizes, parts, progress, compiler)
-    runner = prepared.runner
-    slots = _add_host_cache(runner, settings, parts.blocks)
-    pool = BlockPool(parts.blocks, settings.block_tokens, settings.reuse, slots)
-    adapters = create_adapters(spec, settings, parts.rows, sizes.dtype, sizes.device, read_adapter)
-    scheduler = _create_scheduler(
-        model, settings, sizes, parts.rows, pool, adapters.cache, prepared.tokens_per_second
+    ranks = ALONE if group is None else group.ranks
+    limits = BuiltLimits(longest_sequence, most_step_tokens, most_rows, fp8_cache)
+    prepared = _prepare(spec, tensors, settings, limits, progress, compiler, ranks)
+    runner: StepRunner = prepared.runner
+    leader: LeadingRunner | None = None
+    if group is not None:
+        runner = leader = LeadingRunner(runner, group.followers)
+    adapters = create_adapters(
+        spec if group is None else group.whole_spec,
+        settings,
+        prepared.store,
+        prepared.adapter_sizes,
+        read_adapter,
+        leader,
+        ranks.size,
     )
+    scheduler = _create_scheduler(prepared, settings, adapters.cache)
     loaded = time.monotonic() - began
-    info = _describe(scheduler, settings, sizes, parts, prepared, weight_bytes, loaded)
-    return EngineLoop(scheduler, runner, info, sizes.depth, adapters)
+    info = _describe(scheduler, settings, prepared, ranks.size, weight_bytes, loaded)
+    return EngineLoop(scheduler, runner, info, prepared.sizes.depth, adapters, leader)
+
+
+def create_follower(
+    spec: ModelSpec,
+    tensors: dict[str, Tensor],
+    settings: EngineSettings,
+    limits: BuiltLimits,
+    ranks: Ranks,
+) -> Follower:
+    """Create a following rank from its part of the weights. `tensors` is emptied."""
+    prepared = _prepare(spec, tensors, settings, limits, _no_progress, None, ranks)
+    return Follower(prepared.runner, prepared.store)
+
+
+def _no_progress(phase: str, done: int, total: int) -> None:
+    """The leading rank shows the progress of all."""
+
+
+def _prepare(
+    spec: ModelSpec,
+    tensors: dict[str, Tensor],
+    settings: EngineSettings,
+    limits: BuiltLimits,
+    progress: Progress,
+    compiler: CompilePool | None,
+    ranks: Ranks,
+) -> _Prepared:
+    """Create what every rank has: the model, its memory and the warm runner. All ranks choose the
+    same sizes.
+    """
+    sizes = _choose_sizes(settings, limits, ranks)
+    ranks.meet(_describe_machine(sizes))
+    model = _create_model(spec, tensors, settings, sizes, limits.fp8_cache, ranks)
+    parts = _divide_memory(model, settings, sizes, limits.rows, ranks)
+    warm = _prepare_runner(model, settings.block_tokens, sizes, parts, progress, compiler)
+    slots = _add_host_cache(warm.runner, settings, parts.blocks, ranks)
+    store, adapter_sizes = create_store(
+        spec, settings, parts.rows, sizes.dtype, sizes.device, ranks
+    )
+    return _Prepared(model, sizes, parts, warm, slots, store, adapter_sizes)
+
+
+def _describe_machine(sizes: EngineSizes) -> str:
+    """Return what must be the same on all ranks, so that they compute the same bits."""
+    device = "a CPU"
+    if sizes.device.type == "cuda":
+        device = torch.cuda.get_device_name(sizes.device)
+    return f"slipstream {VERSION}, torch {torch.__version__}, {device}, {sizes.dtype}"
 
 
 def _describe(
     scheduler: Scheduler,
     settings: EngineSettings,
-    sizes: EngineSizes,
-    parts: MemoryParts,
     prepared: _Prepared,
+    ranks: int,
     weight_bytes: int,
     load_seconds: float,
 ) -> EngineInfo:
+    sizes = prepared.sizes
+    parts = prepared.parts
+    warm = prepared.warm
     return EngineInfo(
         vocab_size=scheduler.vocab_size,
         max_sequence_tokens=sizes.longest,
@@ -115,17 +202,18 @@ def _describe(
         device=str(sizes.device),
         dtype=str(sizes.dtype).removeprefix("torch."),
         weight_bytes=weight_bytes,
-        cache_bytes=prepared.runner.cache.nbytes,
+        cache_bytes=warm.runner.cache.nbytes,
         load_seconds=load_seconds,
-        step_bytes=prepared.step_bytes,
-        graph_bytes=prepared.graph_bytes,
+        step_bytes=warm.step_bytes,
+        graph_bytes=warm.graph_bytes,
         compressed_weight_bytes=parts.copy_bytes,
         max_beam_width=scheduler.capacity.beam_width,
         windowed=scheduler.window is not None,
         step_tokens=sizes.step_tokens,
         rows_bound=parts.rows_bound,
-        cache_dtype=_describe_cache_dtype(prepared.runner.cache.dtype),
+        cache_dtype=_describe_cache_dtype(warm.runner.cache.dtype),
         reuse=settings.reuse,
+        ranks=ranks,
     )
 
 
@@ -134,16 +222,14 @@ def _describe_cache_dtype(dtype: torch.dtype) -> str:
     return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _choose_sizes(
-    settings: EngineSettings, longest_sequence: int, most_step_tokens: int | None
-) -> EngineSizes:
-    device, sharing = _place(settings)
+def _choose_sizes(settings: EngineSettings, limits: BuiltLimits, ranks: Ranks) -> EngineSizes:
+    device, sharing = _place(settings, ranks)
     on_gpu = device.type == "cuda"
     if not on_gpu:
-        torch.set_num_threads(cpu_threads(settings, usable_cores()))
+        torch.set_num_threads(cpu_threads(settings, usable_cores(), ranks.size))
     usual = _GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS
-    longest = min(longest_sequence, settings.max_sequence_tokens or longest_sequence)
-    step_tokens = settings.step_tokens or min(usual, most_step_tokens or usual)
+    longest = min(limits.longest, settings.max_sequence_tokens or limits.longest)
+    step_tokens = settings.step_tokens or min(usual, limits.step_tokens or usual)
     return EngineSizes(
         device=device,
         dtype=getattr(torch, _dtype_name(settings.dtype, on_gpu)),
@@ -161,13 +247,15 @@ def _create_model(
     settings: EngineSettings,
     sizes: EngineSizes,
     fp8_cache: bool,
+    ranks: Ranks,
 ) -> Transformer:
+    fp8_cache = fp8_cache or settings.cache_dtype == "fp8"
     options = settings.kernel_options
     cache_dtype = _cache_dtype(
         spec, sizes.dtype, sizes.device, settings.block_tokens, fp8_cache, options
     )
     model = Transformer(
-        spec, tensors, sizes.dtype, sizes.device, sizes.longest, cache_dtype, options
+        spec, tensors, sizes.dtype, sizes.device, sizes.longest, cache_dtype, options, ranks
     )
     # A wider window covers every sequence.
     if min(settings.attention_windows, default=sizes.longest) < sizes.longest:
@@ -185,11 +273,27 @@ class MemoryParts(NamedTuple):
     rows_bound: division.RowBound = "default"  # what decided the number of rows
 
 
-class _Prepared(NamedTuple):
+class _WarmRunner(NamedTuple):
     runner: StepRunner
     step_bytes: int = 0  # GPU memory that a step with the full budget takes
     graph_bytes: int = 0  # GPU memory of captured steps
     tokens_per_second: float = 0.0  # prompt tokens of such a step on a GPU; 0: not measured
+
+
+class _Prepared(NamedTuple):
+    """What every rank has."""
+
+    model: Transformer
+    sizes: EngineSizes
+    parts: MemoryParts
+    warm: _WarmRunner
+    host_slots: int  # of evicted blocks
+    store: AdapterStore
+    adapter_sizes: AdapterSizes
+
+    @property
+    def runner(self) -> StepRunner:
+        return self.warm.runner
 
 
 def _prepare_runner(
@@ -199,7 +303,7 @@ def _prepare_runner(
     parts: MemoryParts,
     progress: Progress,
     compiler: CompilePool | None,
-) -> _Prepared:
+) -> _WarmRunner:
     """Create the runner of this device and warm it up."""
     if model.device.type == "cuda":
         # needs Triton, which a CPU installation lacks
@@ -210,32 +314,31 @@ def _prepare_runner(
         steps = GpuWarmUp(gpu_runner, parts.rows, sizes.step_tokens, sizes.longest, parts.blocks)
         if compiler is not None:
             steps.compile_kernels(compiler, progress)
-        return _Prepared(gpu_runner, *steps.run(progress))
+        return _WarmRunner(gpu_runner, *steps.run(progress))
     runner = Runner(model, parts.blocks, block_tokens, parts.rows, sizes.longest)
     warm_up(runner, model.spec.vocab_size, parts.blocks, sizes.longest)
-    return _Prepared(runner)
+    return _WarmRunner(runner)
 
 
-def _add_host_cache(runner: StepRunner, settings: EngineSettings, blocks: int) -> int:
-    """Add host memory for evicted blocks to the runner; return how many fit."""
-    slots = division.host_slots(settings.host_cache_bytes, runner.cache.nbytes, blocks)
+def _add_host_cache(runner: StepRunner, settings: EngineSettings, blocks: int, ranks: Ranks) -> int:
+    """Add host memory for evicted blocks to the runner; return how many fit. The ranks share it."""
+    own_bytes = settings.host_cache_bytes // ranks.size
+    slots = ranks.least(division.host_slots(own_bytes, runner.cache.nbytes, blocks))
     if slots and settings.reuse:
         runner.host = HostCache(runner.cache, slots, settings.block_tokens)
     return slots
 
 
 def _create_scheduler(
-    model: Transformer,
-    settings: EngineSettings,
-    sizes: EngineSizes,
-    rows: int,
-    pool: BlockPool,
-    adapters: AdapterCache,
-    tokens_per_second: float,
+    prepared: _Prepared, settings: EngineSettings, adapters: AdapterCache
 ) -> Scheduler:
+    sizes = prepared.sizes
+    parts = prepared.parts
+    model = prepared.model
+    pool = BlockPool(parts.blocks, settings.block_tokens, settings.reuse, prepared.host_slots)
     return Scheduler(
         pool,
-        rows,
+        parts.rows,
         sizes.step_tokens,
         sizes.longest,
         model.spec.vocab_size,
@@ -246,7 +349,7 @@ def _create_scheduler(
         adapters=adapters,
         window=Window.from_rules((layer.rule for layer in model.layers), sizes.longest),
         revision_threads=_REVISION_THREADS if sizes.device.type == "cuda" else 0,
-        prompt_limits=_prompt_limits(settings, sizes.step_tokens, tokens_per_second),
+        prompt_limits=_prompt_limits(settings, sizes.step_tokens, prepared.warm.tokens_per_second),
     )
 
 
@@ -266,12 +369,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _place(settings: EngineSettings) -> tuple[torch.device, int]:
-    """Return the device of this replica and how many replicas are on it."""
+def _place(settings: EngineSettings, ranks: Ranks) -> tuple[torch.device, int]:
+    """Return the device of this rank and how many processes are on it."""
     device = _device(settings)
     if device.type != "cuda":
-        return device, settings.replicas
-    placement = place_replica(settings, torch.cuda.device_count())
+        return device, settings.replicas * ranks.size
+    placement = place_rank(settings, ranks.rank, ranks.size, torch.cuda.device_count())
     if placement.device is None:
         return device, placement.sharing
     torch.cuda.set_device(placement.device)  # Triton launches kernels on the current device
@@ -314,9 +417,16 @@ def _dtype_name(dtype: str, on_gpu: bool) -> str:
 
 
 def _divide_memory(
-    model: Transformer, settings: EngineSettings, sizes: EngineSizes, most_rows: int | None
+    model: Transformer,
+    settings: EngineSettings,
+    sizes: EngineSizes,
+    most_rows: int | None,
+    ranks: Ranks,
 ) -> MemoryParts:
-    """Divide the memory that the weights leave free, and make 12-bit copies of weights."""
+    """Divide the memory that the weights leave free, and make 12-bit copies of weights.
+
+    All ranks have as many rows and blocks as the one with the least memory.
+    """
     sequence = division.SequenceSizes(
         block_bytes=model.cached_bytes * settings.block_tokens,
         block_tokens=settings.block_tokens,
@@ -325,10 +435,10 @@ def _divide_memory(
     )
     limits = division.RowLimits(settings.max_rows, most_rows)
     if model.device.type == "cuda":
-        return _divide_gpu_memory(model, settings, sizes, sequence, limits)
+        return _divide_gpu_memory(model, settings, sizes, sequence, limits, ranks)
     host = read_host_memory()
     wanted = division.cache_tokens(settings.cache_tokens, settings.cache_bytes, sequence)
-    available = division.cpu_share(host, sizes.sharing, wanted is not None)
+    available = ranks.least(division.cpu_share(host, sizes.sharing, wanted is not None))
     blocks = division.cpu_blocks(available, sequence, wanted)
     rows, bound = division.cpu_rows(available, sequence, sizes.step_tokens, blocks, limits)
     return MemoryParts(rows, blocks, rows_bound=bound)
@@ -340,6 +450,7 @@ def _divide_gpu_memory(
     sizes: EngineSizes,
     sequence: division.SequenceSizes,
     limits: division.RowLimits,
+    ranks: Ranks,
 ) -> MemoryParts:
     step_tokens = sizes.step_tokens
     free, total = torch.cuda.mem_get_info(model.device)
@@ -351,6 +462,7 @@ def _divide_gpu_memory(
         own = torch.cuda.memory_reserved(model.device)
         share = (1.0 if utilization is None else utilization) / sizes.sharing
         free = division.usable_bytes(free, total, own, share)
+    free = ranks.least(free)
     wanted = division.cache_tokens(settings.cache_tokens, settings.cache_bytes, sequence)
     rows, bound = division.gpu_rows(free, sequence, step_tokens, fraction, wanted, limits)
     budget = division.gpu_budget(free, rows, sequence, step_tokens, fraction)
@@ -358,4 +470,4 @@ def _divide_gpu_memory(
     if copy_bytes:
         torch.cuda.empty_cache()  # memory that packing took temporarily
     blocks = division.gpu_blocks(budget - copy_bytes, sequence, rows, settings.reuse, wanted)
-    return MemoryParts(rows, blocks, copy_bytes, bound)
+    return MemoryParts(rows, ranks.least(blocks), copy_bytes, bound)

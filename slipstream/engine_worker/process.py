@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,15 @@ import msgspec
 from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
+from slipstream.engine_worker.progress import show_progress
+from slipstream.engine_worker.ranks import OwnRanksLoop, run_follower, start_leader
 from slipstream.kernels.gpu.compilation.pool import start_pool
+from slipstream.kernels.rank_errors import RankLost
 from slipstream.server.engine_link.engine_end import EngineEnd
 from slipstream.server.engine_link.link import (
     EXIT_WITH_REASON,
     EngineFailed,
+    RankPlace,
     StartOrder,
 )
 from slipstream.server.engine_link.serve import Loop, describe, serve
@@ -37,10 +42,21 @@ from slipstream.server.log.parent import die_with
 
 logger = logging.getLogger("slipstream.engine_worker.process")
 
-StartLoop = Callable[[str, EngineSettings], Loop]
+StartLoop = Callable[[str, EngineSettings, RankPlace | None], Loop]
+# A rank that cannot reach another one waits this long before it ends. The server notices the end of
+# the other one meanwhile, which is the cause.
+_LOST_RANK_SECONDS = 2.0
 
 
-def start_real_engine(engine_folder: str, settings: EngineSettings) -> Loop:
+def start_real_engine(
+    engine_folder: str, settings: EngineSettings, place: RankPlace | None = None
+) -> Loop:
+    """Start an engine. place: of this process, if the server has started the other ranks"""
+    if place is not None:
+        settings = cpu_probe.prepare(settings)
+        return start_leader(engine_folder, settings, place, show_progress)
+    if settings.ranks is not None and settings.ranks > 1:
+        return OwnRanksLoop(engine_folder, settings)
     on_gpu = not cpu_probe.runs_on_cpu(settings)
     compiler = start_pool(_kernels_of(engine_folder, settings)) if on_gpu else None
     settings = cpu_probe.prepare(settings)
@@ -64,18 +80,6 @@ def _kernels_of(engine_folder: str, settings: EngineSettings) -> str:
     return shape + json.dumps(settings.to_json())
 
 
-def show_progress(phase: str, done: int, total: int) -> None:
-    """Show how far a phase of the start has come: a bar on a terminal, a line each quarter
-    elsewhere.
-    """
-    if sys.stderr.isatty():
-        bar = "#" * (30 * done // total)
-        sys.stderr.write(f"\r  {phase:<24} [{bar:<30}] {done}/{total}" + "\n" * (done == total))
-        sys.stderr.flush()
-    elif 4 * done // total > 4 * (done - 1) // total:
-        logger.info("%s: %d of %d", phase, done, total)
-
-
 def main(start_loop: StartLoop = start_real_engine) -> int:
     """Serve as the order on the command line says. Returns the exit code."""
     order = msgspec.json.decode(sys.argv[1], type=StartOrder)
@@ -83,8 +87,11 @@ def main(start_loop: StartLoop = start_real_engine) -> int:
         return 1
     _prepare_signals()
     link = EngineEnd(order.sockets)
+    settings = EngineSettings.from_json(order.settings)
+    if order.place is not None and order.place.rank > 0:
+        return _follow(link, order.engine_folder, settings, order.place)
     try:
-        loop = start_loop(order.engine_folder, EngineSettings.from_json(order.settings))
+        loop = start_loop(order.engine_folder, settings, order.place)
     except Exception as error:
         expected = isinstance(error, OSError | ValueError)  # their text is meant for the user
         return _leave(link, error, with_traceback=not expected)
@@ -92,13 +99,27 @@ def main(start_loop: StartLoop = start_real_engine) -> int:
     try:
         link.send(loop.info)
         serve(loop, link)
+        loop.close()
     except Exception as error:
         return _leave(link, error, with_traceback=True)
     link.close()
     return 0
 
 
+def _follow(link: EngineEnd, engine_folder: str, settings: EngineSettings, place: RankPlace) -> int:
+    """Run a following rank. Returns the exit code."""
+    try:
+        run_follower(engine_folder, settings, place)
+    except Exception as error:
+        return _leave(link, error, with_traceback=not isinstance(error, OSError | ValueError))
+    link.close()
+    return 0
+
+
 def _leave(link: EngineEnd, error: Exception, with_traceback: bool) -> int:
+    if isinstance(error, RankLost):
+        time.sleep(_LOST_RANK_SECONDS)
+        with_traceback = False
     reason = describe(error)
     logger.error(
         "the engine process leaves: %s", reason, exc_info=error if with_traceback else None

@@ -9,7 +9,8 @@ samples the same tokens from them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,15 +21,12 @@ from torch.nn import functional
 
 from slipstream.kernels.inputs import Input
 from slipstream.kernels.normalisation import Norm
+from slipstream.kernels.rank_errors import RankLost, RanksDiffer
 
 # (residual stream, what is added to it, norm) → the normalised sum: `Operations.add_norm`
 AddNorm = Callable[[Tensor, Tensor | None, Norm], Input]
 # the first bits of a hash, as a number that int64 holds with either sign
 _HASH_BYTES = 7
-
-
-class RanksDiffer(ValueError):
-    """Two ranks of an engine run on different software or hardware."""
 
 
 class Ranks(Protocol):
@@ -110,17 +108,20 @@ ALONE = OneRank()
 class TorchRanks:
     """Ranks over torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, find_failure: Callable[[], str] = lambda: "") -> None:
         """group: a process group; None: the default one. Its backend must take tensors of a CPU,
-        too: numbers of the host are exchanged over it.
+        too: numbers of the host are exchanged over it. find_failure: returns why another rank has
+        ended, if that is known
         """
         self._group = group
+        self._find_failure = find_failure
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
     def sum(self, y: Tensor) -> Tensor:
         y = y.contiguous()
-        dist.all_reduce(y, group=self._group)
+        with self._reported():
+            dist.all_reduce(y, group=self._group)
         return y
 
     def sum_add_norm(self, hidden: Tensor, delta: Tensor, norm: Norm, add_norm: AddNorm) -> Input:
@@ -151,7 +152,8 @@ class TorchRanks:
 
     def least(self, number: int) -> int:
         found = torch.tensor([number], dtype=torch.int64)
-        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
+        with self._reported():
+            dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
         return int(found)
 
     def meet(self, description: str = "") -> None:
@@ -167,5 +169,15 @@ class TorchRanks:
         """Return the tensors of all ranks, which have the same shape."""
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(parts, part, group=self._group)
+        with self._reported():
+            dist.all_gather(parts, part, group=self._group)
         return parts
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Raise RankLost where the library finds that it cannot reach another rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = self._find_failure() or str(error).strip().partition("\n")[0]
+            raise RankLost(reason) from error

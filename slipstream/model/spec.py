@@ -241,6 +241,16 @@ class ModelSpec:
         slides = self.sliding_layers is None or self.sliding_layers[layer]
         return self.sliding_window if slides else None
 
+    def kv_heads_of(self, rank: int, ranks: int) -> range:
+        """Return the KV heads of a rank. With fewer heads than ranks, several ranks have the same
+        one.
+        """
+        if self.kv_heads < ranks:
+            head = rank * self.kv_heads // ranks
+            return range(head, head + 1)
+        each = self.kv_heads // ranks
+        return range(rank * each, (rank + 1) * each)
+
     def vocabulary_of(self, rank: int, ranks: int) -> range:
         """Return the tokens whose logits a rank computes. The last ranks may have fewer."""
         each = -(-self.vocab_size // ranks)

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.engine.loop import EngineLoop, Progress
+from slipstream.engine.ranks.following import Follower
+from slipstream.engine.ranks.orders import Followers
 from slipstream.engine.settings import EngineSettings
-from slipstream.engine.start import create_engine
+from slipstream.engine.start import BuiltLimits, RankGroup, create_engine, create_follower
+from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.integrity import verify_weights
 from slipstream.weights.lora import read_adapter_folder
+from slipstream.weights.shards import rank_spec, rank_tensors
 
 if TYPE_CHECKING:
     from slipstream.kernels.gpu.compilation.pool import CompilePool
@@ -21,6 +25,8 @@ def start_engine(
     settings: EngineSettings,
     progress: Progress = lambda phase, done, total: None,
     compiler: CompilePool | None = None,
+    ranks: Ranks = ALONE,
+    followers: Followers | None = None,
 ) -> EngineLoop:
     """Load an engine folder from disk and start an engine with its weights.
 
@@ -28,12 +34,14 @@ def start_engine(
     builds the model, sizes the cache and warms up. `progress` reports how far each phase has come.
 
     compiler: processes that compile the kernels of a GPU.
+    ranks, followers: with several ranks, this one leads.
     """
     folder = read_engine_folder(path)
+    group = None if followers is None else RankGroup(ranks, folder.spec, followers)
     with verify_weights(folder):
         return create_engine(
-            folder.spec,
-            folder.tensors(),
+            rank_spec(folder.spec, ranks.size),
+            rank_tensors(folder, ranks.rank, ranks.size),
             settings,
             folder.build.max_seq_len,
             progress,
@@ -42,4 +50,19 @@ def start_engine(
             most_step_tokens=folder.build.chosen("max_num_tokens"),
             most_rows=folder.build.chosen("max_batch_size"),
             compiler=compiler,
+            group=group,
         )
+
+
+def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> Follower:
+    """Load one rank's part of an engine folder. The leading rank verifies the files."""
+    folder = read_engine_folder(path)
+    limits = BuiltLimits(
+        folder.build.max_seq_len,
+        folder.build.chosen("max_num_tokens"),
+        folder.build.chosen("max_batch_size"),
+        folder.quantisation.kv_cache == "FP8",
+    )
+    spec = rank_spec(folder.spec, ranks.size)
+    tensors = rank_tensors(folder, ranks.rank, ranks.size)
+    return create_follower(spec, tensors, settings, limits, ranks)

@@ -167,12 +167,9 @@ def _expert_rows(halves: int, ffn_size: int, tp_rank: int, tp_size: int) -> tupl
 
 def _qkv_rows(spec: ModelSpec, tp_rank: int, tp_size: int) -> tuple[Range, ...]:
     queries = _share(spec.q_size, tp_rank, tp_size)
-    if spec.kv_heads >= tp_size:
-        start, stop = _share(spec.kv_size, tp_rank, tp_size)
-    else:
-        head = tp_rank * spec.kv_heads // tp_size
-        start = head * spec.head_size
-        stop = (head + 1) * spec.head_size
+    heads = spec.kv_heads_of(tp_rank, tp_size)
+    start = heads.start * spec.head_size
+    stop = heads.stop * spec.head_size
     keys = spec.q_size
     values = spec.q_size + spec.kv_size
     return queries, (keys + start, keys + stop), (values + start, values + stop)

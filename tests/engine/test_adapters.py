@@ -11,7 +11,7 @@ from run_engine import engine, greedy_choices, run_all
 from tiny_adapters import ALL_MODULES, save_adapter
 from tiny_models import VOCABULARY, config_of, random_model
 
-from slipstream.engine.adapters import loader as adapter_loader
+from slipstream.engine.adapters import store as adapter_store
 from slipstream.engine.adapters.cache import AdapterCache, AdapterSource
 from slipstream.engine.plan import StepFailed
 from slipstream.engine.request import GenerateRequest
@@ -249,7 +249,7 @@ def test_a_cache_of_one_adapter_serves_all_adapters(models):
     roomy = engine(place / "engine")
     answers = run_all(roomy, [request(place, *row) for row in rows])
     assert_merged(models, names, asked, answers)
-    largest = max(adapter.bytes for adapter in roomy.adapters._host.values())
+    largest = max(roomy.adapters._bytes.values())
     loop = engine(place / "engine", adapter_page_rank=64, adapter_host_bytes=largest)
     assert run_all(loop, [request(place, *row) for row in rows]) == answers
     for row in rows:
@@ -528,7 +528,7 @@ def test_without_memory_for_pages_only_requests_with_adapters_fail(models, monke
     place, _ = models
     loop, prompt = engine(place / "engine"), prompts(3)[2]
     with monkeypatch.context() as short:
-        short.setattr(adapter_loader, "AdapterPages", no_room)
+        short.setattr(adapter_store, "AdapterPages", no_room)
         answers = run_all(loop, [request(place, 0, "mlp", prompt), request(place, 1, "", prompt)])
     assert "too little memory left for adapters" in answers.errors.pop(0)
     assert not answers.errors
@@ -576,13 +576,9 @@ def test_random_cancels_release_every_adapter_and_page(models, count):
     stats = loop.stats()
     assert (stats.free_blocks, stats.finished) == (stats.total_blocks, count)
     assert stats.free_adapter_pages == stats.total_adapter_pages
-    assert (
-        stats.adapter_bytes
-        == sum(adapter.bytes for adapter in loop.adapters._host.values())
-        <= cache.host_bytes
-    )
+    assert stats.adapter_bytes == sum(loop.adapters._bytes.values()) <= cache.host_bytes
     assert stats.adapter_loads > len(KINDS), "the host cache was never too small"
     cache.host_bytes = 0  # no request holds any of them
     loop.adapters.collect()
     loop.check_integrity()
-    assert (cache.used_bytes, loop.adapters._host, cache.on_host) == (0, {}, 0)
+    assert (cache.used_bytes, loop.adapters._bytes, cache.on_host) == (0, {}, 0)

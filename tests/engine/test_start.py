@@ -6,6 +6,7 @@ import torch
 from slipstream.engine import start
 from slipstream.engine.memory.host import HostMemory
 from slipstream.engine.settings import EngineSettings
+from slipstream.kernels.ranks import ALONE
 from slipstream.model.spec import ModelSpec
 
 SPEC = ModelSpec("LlamaForCausalLM", 1000, 64, 2, 4, 2, 16, 96, 4096)
@@ -27,7 +28,7 @@ class Model:
 
 def divide(model: Model, longest: int, settings: dict, most_rows: int | None = None):
     sizes = start.EngineSizes(model.device, torch.bfloat16, longest, step_tokens=8192)
-    return start._divide_memory(model, EngineSettings(**settings), sizes, most_rows)
+    return start._divide_memory(model, EngineSettings(**settings), sizes, most_rows, ALONE)
 
 
 def shared_out(

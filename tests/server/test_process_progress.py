@@ -4,7 +4,7 @@ import io
 import logging
 import sys
 
-from slipstream.engine_worker.process import show_progress
+from slipstream.engine_worker.progress import show_progress
 
 
 class Terminal(io.StringIO):

@@ -106,6 +106,9 @@ class ScriptedLoop:
     def check_integrity(self) -> None:
         self.checks += 1
 
+    def close(self) -> None:
+        """There is no other rank to end."""
+
     def _obey(self, order: int) -> None:
         if order == RAISE:
             raise RuntimeError("raised by order")
@@ -131,7 +134,9 @@ class ScriptedLoop:
         self.outputs.tokens += tokens
 
 
-def start_scripted(engine_folder: str, settings: EngineSettings) -> ScriptedLoop:
+def start_scripted(
+    engine_folder: str, settings: EngineSettings, place: object = None
+) -> ScriptedLoop:
     """Start the engine as the name of its folder says.
 
     `bad…` is refused, `slow…` never becomes ready, and `once…` starts only the first time.

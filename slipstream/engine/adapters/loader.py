@@ -7,29 +7,49 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from slipstream.engine.adapters.cache import AdapterCache, AdapterSource, ModuleMatrices
 from slipstream.engine.adapters.modules import AdapterError, AdapterPacker, linear_shapes
+from slipstream.engine.adapters.store import AdapterStore
 from slipstream.engine.memory.division import adapter_pages
+from slipstream.engine.ranks.following import pack_order
 from slipstream.engine.settings import EngineSettings
 from slipstream.kernels.adapters import AdapterPages, HostAdapter, PageLayout
+from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from slipstream.engine.ranks.leading import LeadingRunner
 
 # Reads an adapter's folder; returns its matrices, or tensors in the form of a request's.
 ReadFolder = Callable[[str], Sequence[ModuleMatrices] | AdapterSource]
 
 
-def create_adapters(
+@dataclass(frozen=True, slots=True)
+class AdapterSizes:
+    """The sizes of a rank's memory for adapters, which are the same on all ranks."""
+
+    layout: PageLayout  # of the rank's part of a page
+    pages: int
+    dtype: torch.dtype
+
+
+def create_store(
     spec: ModelSpec,
     settings: EngineSettings,
     max_rows: int,
     dtype: torch.dtype,
     device: torch.device,
-    read_folder: ReadFolder | None = None,
-) -> AdapterLoader:
-    """Create the loader. Memory for pages is allocated when the first adapter is loaded."""
+    ranks: Ranks = ALONE,
+) -> tuple[AdapterStore, AdapterSizes]:
+    """Create the memory of a rank for adapters. Pages are allocated when the first one is loaded.
+
+    spec: the rank's part of the model
+    """
     layout = PageLayout(linear_shapes(spec), spec.layers, settings.adapter_page_rank)
     if device.type == "cuda":
         room = int(torch.cuda.mem_get_info(device)[0] * settings.adapter_memory_fraction)
@@ -37,15 +57,30 @@ def create_adapters(
         # On a CPU, GEMMs with few tokens are faster in float32 than in 16 bits.
         dtype = torch.float32
         room = settings.adapter_host_bytes
-    pages = adapter_pages(
-        room,
-        layout.elements * dtype.itemsize,
-        layout.pages_for(settings.adapter_max_rank),
-        max_rows,
+    most = layout.pages_for(settings.adapter_max_rank)
+    pages = adapter_pages(room, layout.elements * dtype.itemsize, most, max_rows)
+    sizes = AdapterSizes(layout, ranks.least(pages), dtype)
+    return AdapterStore(layout, sizes.pages, most, dtype, device, ranks), sizes
+
+
+def create_adapters(
+    spec: ModelSpec,
+    settings: EngineSettings,
+    store: AdapterStore,
+    sizes: AdapterSizes,
+    read_folder: ReadFolder | None = None,
+    leader: LeadingRunner | None = None,
+    ranks: int = 1,
+) -> AdapterLoader:
+    """Create the loader. spec: the whole model; leader: sends the followers their parts"""
+    whole = PageLayout(linear_shapes(spec), spec.layers, settings.adapter_page_rank)
+    cache = AdapterCache(
+        sizes.pages, whole.rank, settings.adapter_max_rank, settings.adapter_host_bytes
     )
-    cache = AdapterCache(pages, layout.rank, settings.adapter_max_rank, settings.adapter_host_bytes)
-    packer = AdapterPacker(spec, layout, settings.adapter_max_rank, dtype, device)
-    return AdapterLoader(cache, packer, read_folder or _refuse_folder)
+    packer = AdapterPacker(
+        spec, whole, settings.adapter_max_rank, sizes.dtype, store.device, sizes.layout, ranks
+    )
+    return AdapterLoader(cache, packer, read_folder or _refuse_folder, store, leader)
 
 
 def _refuse_folder(folder: str) -> AdapterSource:
@@ -53,14 +88,28 @@ def _refuse_folder(folder: str) -> AdapterSource:
 
 
 class AdapterLoader:
-    def __init__(self, cache: AdapterCache, packer: AdapterPacker, read_folder: ReadFolder) -> None:
+    def __init__(
+        self,
+        cache: AdapterCache,
+        packer: AdapterPacker,
+        read_folder: ReadFolder,
+        store: AdapterStore,
+        leader: LeadingRunner | None = None,
+    ) -> None:
+        """leader: the runner that reaches the other ranks; None: there are none"""
         self.cache = cache
-        self.pages: AdapterPages | None = None  # None until the first adapter is loaded
         self._packer = packer
         self._read_folder = read_folder
-        self._host: dict[int, HostAdapter] = {}
+        self._store = store
+        self._leader = leader
+        self._bytes: dict[int, int] = {}  # host memory of each adapter, on all ranks together
         self._thread: ThreadPoolExecutor | None = None  # created when first needed
-        self._loading: deque[tuple[int, Future[HostAdapter]]] = deque()
+        self._loading: deque[tuple[int, Future[list[HostAdapter]]]] = deque()
+
+    @property
+    def pages(self) -> AdapterPages | None:
+        """The pages of the device; None until the first adapter is loaded."""
+        return self._store.pages
 
     def request_load(self, adapter: int, source: AdapterSource) -> None:
         """Start to load an adapter, unless it is loaded or loading."""
@@ -78,61 +127,53 @@ class AdapterLoader:
             else:
                 self.cache.add_failure(adapter, str(error) or type(error).__name__)
         for removed in self.cache.trim():
-            del self._host[removed]
+            del self._bytes[removed]
+            self._store.remove(removed)
+            if self._leader is not None:
+                self._leader.remove_adapter(removed)
 
     def wait(self, seconds: float) -> None:
         """Wait until the next adapter is loaded, or for this long."""
         if self._loading:
             wait([self._loading[0][1]], timeout=seconds)
 
-    @torch.inference_mode()
     def place(self, placed: Sequence[tuple[int, tuple[int, ...]]]) -> None:
         """Write adapters to their pages."""
-        assert self.pages is not None  # they exist since the first adapter was added
-        for adapter, pages in placed:
-            self.pages.write(pages, self._host[adapter])
+        self._store.place(placed)
 
     def check_integrity(self) -> None:
-        if sum(adapter.bytes for adapter in self._host.values()) != self.cache.used_bytes:
+        if sum(self._bytes.values()) != self.cache.used_bytes:
             raise AssertionError("the bytes of adapters on the host and in the cache disagree")
+        if self._store.numbers != set(self._bytes):
+            raise AssertionError("the adapters on the host and those that are counted differ")
 
-    def _add(self, adapter: int, loaded: HostAdapter) -> None:
+    def _add(self, adapter: int, parts: list[HostAdapter]) -> None:
+        """parts: those of all ranks"""
         limit = self.cache.host_bytes
-        if loaded.bytes > limit:
+        size = sum(part.bytes for part in parts)
+        if size > limit:
             self.cache.add_failure(
                 adapter,
-                f"it takes {loaded.bytes} bytes, the adapter cache of the host has {limit} "
+                f"it takes {size} bytes, the adapter cache of the host has {limit} "
                 "(lora_cache_host_memory_bytes)",
             )
-        elif not self._has_pages():
+            return
+        if self._leader is not None:
+            # the followers make their pages, if there are none, while this rank makes its own
+            self._leader.add_adapter([pack_order(adapter, part) for part in parts[1:]])
+        if not self._store.has_pages():
             self.cache.add_failure(
                 adapter,
                 "the GPU has too little memory left for adapters: lower "
                 "kv_cache_free_gpu_mem_fraction or lora_cache_max_adapter_size",
             )
-        else:
-            self._host[adapter] = loaded
-            self.cache.add_loaded(adapter, loaded.rank, loaded.bytes)
+            return
+        self._store.add(adapter, parts[0])
+        self._bytes[adapter] = size
+        self.cache.add_loaded(adapter, parts[0].rank, size)
 
-    @torch.inference_mode()
-    def _has_pages(self) -> bool:
-        """Allocate the pages if there are none yet; False when there is too little memory.
-
-        It happens here and not in a step, so that no plan fails because of it.
-        """
-        if self.pages is None:
-            packer = self._packer
-            most = packer.layout.pages_for(self.cache.max_rank)
-            try:
-                self.pages = AdapterPages(
-                    packer.layout, self.cache.total_pages, most, packer.dtype, packer.device
-                )
-            except torch.OutOfMemoryError:
-                return False
-        return True
-
-    def _load(self, source: AdapterSource) -> HostAdapter:
-        """Read and pack an adapter. Runs in the thread."""
+    def _load(self, source: AdapterSource) -> list[HostAdapter]:
+        """Read an adapter and pack the parts of all ranks. Runs in the thread."""
         found = self._read_folder(source.folder) if source.folder else source
         if isinstance(found, AdapterSource):
             return self._packer.pack(self._packer.read_tensors(found))

@@ -93,15 +93,23 @@ class AdapterPacker:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        rank_layout: PageLayout | None = None,
+        ranks: int = 1,
     ) -> None:
-        """dtype: of the packed matrices"""
+        """layout: of the whole model's linears; rank_layout: of a rank's part of them; dtype: of
+        the packed matrices
+        """
         self.layout = layout
+        self._spec = spec
+        self._rank_layout = rank_layout or layout
+        self._ranks = ranks
         self.max_rank = max_rank
         self.dtype = dtype
         self.device = device
         self._qkv_rows = _qkv_rows(spec)
 
-    def pack(self, modules: Sequence[ModuleMatrices]) -> HostAdapter:
+    def pack(self, modules: Sequence[ModuleMatrices]) -> list[HostAdapter]:
+        """Return the parts of all ranks."""
         packed: dict[tuple[int, int, int], Matrices] = {}
         for module in modules:
             for matrices in self._split(module):
@@ -111,7 +119,11 @@ class AdapterPacker:
                 packed[key] = matrices
         if not packed:
             raise AdapterError("it holds no module")
-        return pack_adapter(self.layout, list(packed.values()), self.dtype, self.device)
+        parts = []
+        for rank in range(self._ranks):
+            own = [rank_part(one, self._spec, rank, self._ranks) for one in packed.values()]
+            parts.append(pack_adapter(self._rank_layout, own, self.dtype, self.device))
+        return parts
 
     def read_tensors(self, source: AdapterSource) -> list[ModuleMatrices]:
         """Return the matrices in the tensors of a request. The model's sizes say where A ends and B
@@ -207,6 +219,26 @@ class AdapterPacker:
                 f"{module.name} cannot be adapted: the model has no such linear layer"
             )
         return module
+
+
+def rank_part(matrices: Matrices, spec: ModelSpec, rank: int, ranks: int) -> Matrices:
+    """Return a rank's part of A and B, as the rank has its part of the linear layer.
+
+    Where a linear layer's outputs are divided, B's are. Where its inputs are divided, A's are, and
+    the sum over the ranks that completes the layer's output completes the adapter's, too.
+    """
+    if ranks == 1:
+        return matrices
+    if matrices.linear in (O_PROJ, DOWN_PROJ):
+        each = matrices.first.shape[1] // ranks
+        return matrices._replace(first=matrices.first[:, rank * each : (rank + 1) * each])
+    start = rank * matrices.second.shape[1] // ranks
+    stop = (rank + 1) * matrices.second.shape[1] // ranks
+    if matrices.linear == QKV and matrices.part > 0:
+        heads = spec.kv_heads_of(rank, ranks)
+        start = heads.start * spec.head_size
+        stop = heads.stop * spec.head_size
+    return matrices._replace(second=matrices.second[:, start:stop])
 
 
 def _qkv_rows(spec: ModelSpec) -> np.ndarray | None:

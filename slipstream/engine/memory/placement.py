@@ -1,4 +1,4 @@
-"""Which device a replica runs on, and what it shares with others. No torch here."""
+"""Which device each rank of a replica runs on, and what it shares with others. No torch here."""
 
 from __future__ import annotations
 
@@ -9,31 +9,47 @@ from slipstream.engine.settings import EngineSettings
 
 class Placement(NamedTuple):
     device: int | None  # number of the GPU; None: the default one
-    sharing: int  # replicas on that GPU, this one included
+    sharing: int  # processes of this model on that GPU, this one included
 
 
-def place_replica(settings: EngineSettings, gpus: int) -> Placement:
-    """Return the GPU of this replica, among `gpus` of them.
+def place_rank(settings: EngineSettings, rank: int, ranks: int, gpus: int) -> Placement:
+    """Return the GPU of a rank of this replica, among `gpus` of them.
 
-    Without `devices`, replicas take the GPUs in turn. Raises ValueError for a GPU that does not
-    exist.
+    Without `devices`, the ranks of all replicas take the GPUs in turn. Raises ValueError for a GPU
+    that does not exist, and if two ranks of a replica would share a GPU that was not given.
     """
-    if not settings.devices and settings.replicas == 1:
+    if not settings.devices and settings.replicas * ranks == 1:
         return Placement(None, 1)
-    devices = settings.devices or [index % gpus for index in range(settings.replicas)]
-    missing = [device for device in devices if device >= gpus]
-    if missing:
-        seen = "1 GPU is" if gpus == 1 else f"{gpus} GPUs are"
+    if not settings.devices and ranks > gpus:
         raise ValueError(
-            f"devices: there is no GPU {missing[0]}, {seen} visible: change gpu_device_ids or "
+            f"{ranks} ranks need {ranks} GPUs, {_visible(gpus)}: use fewer ranks, or change "
             "CUDA_VISIBLE_DEVICES"
         )
-    own = devices[settings.replica]
+    devices = settings.devices or [index % gpus for index in range(settings.replicas * ranks)]
+    if len(devices) != settings.replicas * ranks:
+        raise ValueError(
+            f"{len(devices)} devices for {settings.replicas} replicas of {ranks} ranks: give one "
+            "GPU for each rank"
+        )
+    missing = [device for device in devices if device >= gpus]
+    if missing:
+        raise ValueError(
+            f"devices: there is no GPU {missing[0]}, {_visible(gpus)}: change gpu_device_ids or "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    own = devices[settings.replica * ranks + rank]
     return Placement(own, list(devices).count(own))
 
 
-def cpu_threads(settings: EngineSettings, cores: int) -> int:
-    """Return the threads of this replica on a CPU. Replicas divide the cores evenly."""
+def _visible(gpus: int) -> str:
+    return "1 GPU is visible" if gpus == 1 else f"{gpus} GPUs are visible"
+
+
+def cpu_threads(settings: EngineSettings, cores: int, ranks: int = 1) -> int:
+    """Return the threads of a rank on a CPU. Replicas divide the cores evenly, and so do their
+    ranks.
+    """
     if settings.threads is not None:
         return settings.threads
-    return max(1, cores // settings.replicas + (settings.replica < cores % settings.replicas))
+    own = cores // settings.replicas + (settings.replica < cores % settings.replicas)
+    return max(1, own // ranks)

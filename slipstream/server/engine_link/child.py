@@ -1,4 +1,8 @@
-"""One engine process, seen from the server: its link, its output and its exit."""
+"""The processes of one engine, seen from the server: their links, their output and their exit.
+
+An engine has one process for each rank. The link leads to rank 0. The first process that ends ends
+the engine: the others are killed, because they would wait for it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,7 +24,9 @@ from slipstream.engine.messages import DropFrontEnd
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.link import (
     EXIT_WITH_REASON,
+    EngineFailed,
     FromEngine,
+    RankFiles,
     ServerEnd,
     StartOrder,
     new_socket_path,
@@ -37,6 +44,75 @@ ADMIN_KEY_VARIABLE = "SLIPSTREAM_ADMIN_KEY"
 _REASON_SECONDS = 1.0  # longest wait for the reason that the process sent before its exit
 # longest wait for the rest of its output, in case another process holds the pipe open
 _OUTPUT_SECONDS = 0.5
+_REAP_SECONDS = 5.0  # longest wait for the end of a killed process
+
+
+class RankProcess:
+    """One process of an engine."""
+
+    def __init__(self, command: Sequence[str], order: StartOrder, name: str = "") -> None:
+        """`name`: name of the engine model in the log."""
+        # On a terminal the process shows a progress bar itself. Elsewhere its output is captured
+        # and logged.
+        log = HANDLER.settings
+        terminal = sys.stderr.isatty() and log.format != "json" and not log.file
+        place = order.place
+        # the rank in messages; empty if it is the only one
+        self.label = "" if place is None else f"rank {place.rank}: "
+        self._process = subprocess.Popen(
+            [*command, msgspec.json.encode(order).decode()],
+            stdin=subprocess.DEVNULL,
+            stdout=None if terminal else subprocess.PIPE,
+            stderr=None if terminal else subprocess.STDOUT,
+            env=child_environment(),
+            start_new_session=True,  # Ctrl-C in the terminal must reach only the server
+        )
+        self._relay: Relay | None = None
+        if self._process.stdout is not None:
+            with self._process.stdout as output:
+                follows = place is not None and place.rank > 0
+                self._relay = Relay(
+                    os.dup(output.fileno()),
+                    self._process.pid,
+                    logging.WARNING,
+                    name,
+                    self.label if follows else "",
+                )
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self) -> int:
+        """Wait for the end of the process and of its output; return the exit code."""
+        code = self._process.wait()
+        self.finish_output()  # the last lines of the process come before what the exit causes
+        return code
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)  # does nothing once the process has been waited for
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def reap(self) -> None:
+        """Wait for the end of a killed process."""
+        try:
+            self._process.wait(_REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.error("engine process %d was killed but has not ended", self._process.pid)
+        self.finish_output()
+
+    def finish_output(self) -> None:
+        if self._relay is not None:
+            self._relay.finish(_OUTPUT_SECONDS)
+
+    def describe_exit(self, code: int) -> str:
+        return f"{self.label}{describe_exit(code)}"
 
 
 class EngineChild:
@@ -49,38 +125,33 @@ class EngineChild:
         frontends: int = 1,
     ) -> None:
         """`name`: name of the engine model in the log. `frontends`: processes of the server."""
-        # On a terminal the process shows a progress bar itself. Elsewhere its output is captured
-        # and logged.
-        log = HANDLER.settings
-        terminal = sys.stderr.isatty() and log.format != "json" and not log.file
+        ranks = settings.ranks or 1
         self.link = ServerEnd()
         # one socket per front end; this one, the primary, has the first
         self._paths = [self.link.path, *(new_socket_path() for _ in range(frontends - 1))]
-        sockets = [str(path) for path in self._paths]
-        order = StartOrder(sockets, engine_folder, settings.to_json(), os.getpid())
+        # a link to each following rank, for the reason of its exit
+        self._follower_links = [ServerEnd() for _ in range(1, ranks)]
+        self._rank_files = RankFiles(ranks) if ranks > 1 else None
+        self._processes: list[RankProcess] = []
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._reported = False  # the first exit has been noticed
         try:
-            self._process = subprocess.Popen(
-                [*command, msgspec.json.encode(order).decode()],
-                stdin=subprocess.DEVNULL,
-                stdout=None if terminal else subprocess.PIPE,
-                stderr=None if terminal else subprocess.STDOUT,
-                env=child_environment(),
-                start_new_session=True,  # Ctrl-C in the terminal must reach only the server
-            )
+            for rank in range(ranks):
+                sockets = [str(path) for path in self._paths]
+                if rank > 0:
+                    sockets = [str(self._follower_links[rank - 1].path)]
+                place = None if self._rank_files is None else self._rank_files.place(rank)
+                order = StartOrder(sockets, engine_folder, settings.to_json(), os.getpid(), place)
+                self._processes.append(RankProcess(command, order, name))
         except OSError:
+            self.kill()
             self._close_links()
             raise
-        self._relay: Relay | None = None
-        if self._process.stdout is not None:
-            with self._process.stdout as output:
-                self._relay = Relay(
-                    os.dup(output.fileno()), self._process.pid, logging.WARNING, name
-                )
-        self._event_loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def process_id(self) -> int:
-        return self._process.pid
+        """The process of rank 0."""
+        return self._processes[0].process_id
 
     def link_path(self, index: int) -> str:
         """Return the path of the socket that this front end binds."""
@@ -92,74 +163,100 @@ class EngineChild:
         self._paths[index] = new_socket_path()
         self.link.send(DropFrontEnd(index, str(self._paths[index])))
 
+    def unlink_sockets(self) -> None:
+        """Remove the sockets that are connected from the file system."""
+        self.link.unlink_socket()
+        for link in self._follower_links:
+            link.unlink_socket()
+        if self._rank_files is not None:
+            self._rank_files.remove()
+
     def attach(
         self,
         on_message: Callable[[FromEngine], None],
         on_exit: Callable[[str], None],
         has_reason: Callable[[], bool],
     ) -> None:
-        """Call these on the running event loop for each message, and once for the exit.
+        """Call these on the running event loop for each message, and once for the first exit.
 
-        `has_reason` says whether the process has sent the reason of its exit.
+        `has_reason` says whether a process has sent the reason of its exit.
         """
         self._event_loop = asyncio.get_running_loop()
         self.link.attach(on_message)
-        threading.Thread(
-            target=self._wait_for_exit, args=(on_exit, has_reason), daemon=True
-        ).start()
+        for rank, link in enumerate(self._follower_links, start=1):
+            link.attach(partial(_name_rank, rank, on_message))
+        links = [self.link, *self._follower_links]
+        for process, link in zip(self._processes, links, strict=True):
+            threading.Thread(
+                target=self._wait_for_exit, args=(process, link, on_exit, has_reason), daemon=True
+            ).start()
 
     async def wait(self, seconds: float) -> bool:
-        """Return whether the process ends within this time."""
+        """Return whether all processes end within this time."""
         for _ in range(max(1, round(seconds / 0.01))):
-            if self._process.poll() is not None:
+            if all(process.ended for process in self._processes):
                 return True
             await asyncio.sleep(0.01)
         return False
 
     def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)  # does nothing once the process has been waited for
+        for process in self._processes:
+            process.signal(number)
 
     def kill(self) -> None:
-        self._process.kill()
+        for process in self._processes:
+            process.kill()
 
     def close(self) -> None:
-        """Close the links and reap the process."""
+        """Close the links and reap the processes."""
         self._close_links()
-        try:
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            logger.error("engine process %d was killed but has not ended", self._process.pid)
-        self._finish_output()
+        for process in self._processes:
+            process.reap()
 
     def _close_links(self) -> None:
-        self.link.close()
+        for link in (self.link, *self._follower_links):
+            link.close()
         for path in self._paths:
             remove_socket(path)
-
-    def _finish_output(self) -> None:
-        if self._relay is not None:
-            self._relay.finish(_OUTPUT_SECONDS)
+        if self._rank_files is not None:
+            self._rank_files.remove()
 
     def _wait_for_exit(
-        self, on_exit: Callable[[str], None], has_reason: Callable[[], bool]
+        self,
+        process: RankProcess,
+        link: ServerEnd,
+        on_exit: Callable[[str], None],
+        has_reason: Callable[[], bool],
     ) -> None:
-        code = self._process.wait()
-        self._finish_output()  # the last lines of the process come before what the exit causes
+        code = process.wait()
         assert self._event_loop is not None
 
         def report(patience: float) -> None:
             """Report the exit once all that was sent before it is read: outputs and the reason."""
-            self.link.receive_waiting()
+            link.receive_waiting()
             if code == EXIT_WITH_REASON and not has_reason() and patience > 0:
                 assert self._event_loop is not None
                 self._event_loop.call_later(0.02, report, patience - 0.02)
                 return
-            on_exit(describe_exit(code))
+            on_exit(process.describe_exit(code))
+
+        def notice() -> None:
+            """End the other ranks at once: they may wait for this one for ever."""
+            if not self._reported:
+                self._reported = True
+                self.kill()
+                report(_REASON_SECONDS)
 
         try:
-            self._event_loop.call_soon_threadsafe(report, _REASON_SECONDS)
+            self._event_loop.call_soon_threadsafe(notice)
         except RuntimeError:
             return  # the event loop is closed, so there is no one to report to
+
+
+def _name_rank(rank: int, on_message: Callable[[FromEngine], None], message: FromEngine) -> None:
+    """Pass on the reason why a following rank ends. It sends nothing else."""
+    if isinstance(message, EngineFailed):
+        on_message(EngineFailed(f"rank {rank}: {message.reason}"))
 
 
 def describe_exit(code: int) -> str:

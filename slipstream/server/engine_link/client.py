@@ -351,7 +351,7 @@ class EngineClient:
     def _begin_to_serve(self, info: EngineInfo) -> None:
         assert self._child is not None
         assert self._started is not None
-        self._child.link.unlink_socket()
+        self._child.unlink_sockets()
         self.info = info
         self._requests.serve(self._child.link)
         self.on_serving()

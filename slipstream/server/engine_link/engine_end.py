@@ -58,7 +58,8 @@ class EngineEnd:
             for socket in self._sockets:
                 socket.send(encode(message))
         else:
-            self._sockets[0].send(encode(message))
+            for socket in self._sockets[:1]:  # a following rank may have none
+                socket.send(encode(message))
 
     def wait(self, seconds: float | None) -> bool:
         """Wait for a message, at most for this long; return whether there is one."""

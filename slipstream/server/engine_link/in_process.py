@@ -76,6 +76,7 @@ class InProcessEngine:
         with self._lock:
             self.failure = reason
         self._on_event_loops(self._mailboxes.fail_all, f"the engine failed: {reason}")
+        loop.close()
 
     def hand_over(self, outputs: StepOutputs) -> None:
         """Pass the outputs of a step to the event loops that wait for them.

@@ -39,13 +39,25 @@ _LONGEST_PATH = 100  # bytes in the path of a Unix socket; the kernel's limit is
 
 
 @dataclass(frozen=True, slots=True)
+class RankPlace:
+    """The place of a process among the ranks of an engine."""
+
+    rank: int
+    size: int  # number of ranks
+    store: str  # path of the file over which the ranks meet
+    sockets: list[str]  # paths of the sockets of ranks 1, 2, …
+
+
+@dataclass(frozen=True, slots=True)
 class StartOrder:
     """The argument of the engine process, as JSON on its command line."""
 
-    sockets: list[str]  # one path per front end of the server
+    # one path per front end of the server; of a following rank, the one for its last message
+    sockets: list[str]
     engine_folder: str
     settings: dict[str, Any]
     parent_process: int
+    place: RankPlace | None = None  # None: the engine has one rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,3 +232,22 @@ def configure(socket: zmq.Socket[bytes], linger_ms: int) -> None:
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.LINGER, linger_ms)
+
+
+class RankFiles:
+    """The files over which the ranks of an engine meet, in a folder that only this user may
+    enter.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._path = new_socket_path()
+
+    def place(self, rank: int) -> RankPlace:
+        folder = self._path.parent
+        sockets = [str(folder / f"rank{other}") for other in range(1, self._ranks)]
+        return RankPlace(rank, self._ranks, str(folder / "store"), sockets)
+
+    def remove(self) -> None:
+        """Remove the files. They are not needed once the ranks have met."""
+        remove_socket(self._path)

@@ -86,7 +86,16 @@ class Relay:
     they are, or as JSON records with the level `default_level`.
     """
 
-    def __init__(self, descriptor: int, process: int, default_level: int, model: str = "") -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        process: int,
+        default_level: int,
+        model: str = "",
+        prefix: str = "",
+    ) -> None:
+        """prefix: begins every line and names the process among others of its kind"""
+        self._prefix = prefix
         self._descriptor = descriptor
         self._process = process
         self._default_level = default_level
@@ -118,9 +127,12 @@ class Relay:
         if record is not None:
             self._end_report()
             record.model = getattr(record, "model", "") or self._model
+            if self._prefix:
+                record.msg = f"{self._prefix}{record.getMessage()}"
+                record.args = None
             _handle(record)
         elif HANDLER.settings.format != "json":
-            HANDLER.write_line(line)
+            HANDLER.write_line(f"{self._prefix}{line}")
         elif self._report or _REPORT_START.match(line):
             self._report.append(line)
             if len(self._report) >= _MAX_REPORT_LINES:
@@ -137,6 +149,7 @@ class Relay:
             self._report = []
 
     def _write(self, level: int, text: str) -> None:
+        text = f"{self._prefix}{text}"
         _handle(make_record(level, text, process=self._process, model=self._model))
 
 

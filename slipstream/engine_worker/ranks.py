@@ -1,0 +1,140 @@
+"""Starts one rank of an engine: meets the others, then leads or follows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from slipstream.engine.settings import EngineSettings
+from slipstream.engine_worker import cpu_probe
+from slipstream.engine_worker.progress import show_progress
+from slipstream.server.engine_link.child import ENGINE_COMMAND
+from slipstream.server.engine_link.link import RankPlace
+from slipstream.server.engine_link.rank_link import FollowerLinks, LeaderLink
+from slipstream.server.engine_link.rank_processes import FollowerProcesses
+
+if TYPE_CHECKING:
+    from slipstream.engine.loop import EngineLoop, Progress
+    from slipstream.kernels.ranks import TorchRanks
+
+_FAILURE_SECONDS = 1.0  # from a broken connection until the end of the other process is known
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+def connect(
+    place: RankPlace, settings: EngineSettings, find_failure: Callable[[], str] = lambda: ""
+) -> TorchRanks:
+    """Meet the other ranks. find_failure: returns why another rank has ended, if that is known"""
+    if not cpu_probe.runs_on_cpu(settings):
+        raise ValueError(
+            f"ranks {place.size}: several ranks run on a CPU only; use device cpu, or 1 rank"
+        )
+    import torch.distributed as dist
+
+    from slipstream.kernels.ranks import TorchRanks
+
+    if dist.is_initialized():
+        raise ValueError(
+            f"ranks {place.size}: this process has a torch.distributed group already; run the "
+            "engine in a process without one"
+        )
+    with _loopback_only():
+        store = dist.FileStore(place.store, place.size)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
+    return TorchRanks(find_failure=find_failure)
+
+
+def disconnect() -> None:
+    """Leave the group, so that this process can enter another one."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def start_leader(
+    engine_folder: str,
+    settings: EngineSettings,
+    place: RankPlace,
+    progress: Progress,
+    find_failure: Callable[[], str] = lambda: "",
+) -> EngineLoop:
+    """Start the leading rank. The followers start at the same time, and meet it here."""
+    ranks = connect(place, settings, find_failure)
+
+    from slipstream.engine.constraints.constraints import Constraints
+    from slipstream.server.text.vocabulary import read_vocabulary
+    from slipstream.weights.load import start_engine
+
+    followers = FollowerLinks(place.sockets, find_failure)
+    loop = start_engine(engine_folder, settings, progress, ranks=ranks, followers=followers)
+    loop.constraints = Constraints(partial(read_vocabulary, engine_folder, loop.info.vocab_size))
+    return loop
+
+
+class OwnRanksLoop:
+    """An engine of several ranks whose leading rank is in this process, for `slipstream.LLM`."""
+
+    def __init__(self, engine_folder: str, settings: EngineSettings) -> None:
+        settings = cpu_probe.prepare(settings)
+        self._followers = FollowerProcesses(ENGINE_COMMAND, engine_folder, settings)
+        wait_for_failure = partial(self._followers.find_failure, _FAILURE_SECONDS)
+        try:
+            self._loop = start_leader(
+                engine_folder, settings, self._followers.place, show_progress, wait_for_failure
+            )
+        except BaseException:
+            self._followers.kill()
+            disconnect()
+            raise
+        self._followers.remove_files()
+        self.info = self._loop.info
+        self.submit = self._loop.submit
+        self.cancel = self._loop.cancel
+        self.has_work = self._loop.has_work
+        self.step = self._loop.step
+        self.stats = self._loop.stats
+        self.check_integrity = self._loop.check_integrity
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The processes of ranks 1, 2, …"""
+        return self._followers.process_ids
+
+    def close(self) -> None:
+        self._loop.close()
+        self._followers.close()
+        disconnect()
+
+
+def run_follower(engine_folder: str, settings: EngineSettings, place: RankPlace) -> None:
+    """Follow the leading rank until it ends this one."""
+    settings = cpu_probe.prepare(settings)
+    link = LeaderLink(place.sockets[place.rank - 1])
+    ranks = connect(place, settings)
+
+    from slipstream.engine.ranks.following import follow
+    from slipstream.server.engine_link.serve import freeze_garbage_collector
+    from slipstream.weights.load import start_follower
+
+    follower = start_follower(engine_folder, settings, ranks)
+    freeze_garbage_collector()
+    follow(follower, link.orders(), link.answer)
+    link.close()
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Let gloo listen on the loopback interface: all ranks are on this machine."""
+    before = os.environ.get(_INTERFACE_VARIABLE)
+    os.environ[_INTERFACE_VARIABLE] = "lo"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_INTERFACE_VARIABLE]
+        else:
+            os.environ[_INTERFACE_VARIABLE] = before

@@ -1,0 +1,11 @@
+"""Why the ranks of an engine cannot go on together. No torch here."""
+
+from __future__ import annotations
+
+
+class RanksDiffer(ValueError):
+    """Two ranks of an engine run on different software or hardware."""
+
+
+class RankLost(RuntimeError):
+    """Another rank of the engine has ended or cannot be reached."""
