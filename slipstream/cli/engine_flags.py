@@ -43,6 +43,14 @@ def _add_engines(parser: Parser) -> None:
         "--device", default=AUTO, choices=[AUTO, "cpu", "cuda"], help="Device to run on."
     )
     group.add_argument("--replicas", type=at_least(1, int), metavar="N", help=f"{REPLICAS_HELP}.")
+    group.add_argument(
+        *flags("ranks"),
+        dest="ranks",
+        type=at_least(1, int),
+        metavar="N",
+        help="Run each engine as this many processes, each with a part of the weights, on a CPU "
+        "(default: 1).",
+    )
     add_weight_only(group, "; needs MODEL, because the engines of a repository are already built")
     group.add_argument(
         "--embeddings",

@@ -28,6 +28,7 @@ OPTION_NAMES: Mapping[str, tuple[str, ...]] = {
     "reuse": ("enable_prefix_caching", "enable_kv_cache_reuse"),
     "chunked": ("enable_chunked_prefill", "enable_chunked_context"),
     "policy": ("scheduler_policy", "batch_scheduler_policy"),
+    "ranks": ("ranks", "tensor_parallel_size"),
 }
 _SETTINGS = {name: setting for setting, names in OPTION_NAMES.items() for name in names}
 _SIZE = re.compile(r"(\d+|\d+\.\d+)([kKmMgGtT]?)")

@@ -60,12 +60,14 @@ def build_engine(
     fp8_kv_cache: bool = False,
     limits: BuildLimits | None = None,
     progress: Progress | None = None,
+    wanted_ranks: int = 1,
 ) -> Path:
     """Build an engine folder at `output` and return it. A second identical build does nothing.
 
     `dtype` "auto" keeps a 16-bit type of the weights and uses bfloat16 for any other type.
     `weight_only` is None, "int8", "int4" or "fp8". `fp8_kv_cache` stores the KV cache in FP8 on
-    a GPU. Raises SourceError, UnsupportedModel or ValueError with one line that gives the reason.
+    a GPU. `wanted_ranks` is recorded; the folder runs with any number of ranks. Raises
+    SourceError, UnsupportedModel or ValueError with one line that gives the reason.
     """
     output = Path(output)
     progress = progress or no_progress
@@ -78,19 +80,21 @@ def build_engine(
         FORMAT,
         limits or BuildLimits.for_model(opened.spec),
     )
-    if _is_built(output, plan):
+    if _is_built(output, plan, wanted_ranks):
         return output
     check_disk(output, file_size(engine_layout(opened.spec, plan.dtype, plan.quantisation)))
     with whole_folder(output, CONFIG_NAME, _old_files(output)) as staging:
-        _write_folder(opened, plan, staging, progress)
+        _write_folder(opened, plan, staging, progress, wanted_ranks)
     return output
 
 
-def _is_built(output: Path, plan: EnginePlan) -> bool:
+def _is_built(output: Path, plan: EnginePlan, wanted_ranks: int) -> bool:
     """Return whether the folder holds the complete result of this plan."""
     try:
         config = read_engine_config(output)
         if config.path != output or config.inputs_hash != plan.inputs_hash:
+            return False
+        if config.wanted_ranks != wanted_ranks:
             return False
         read_header(output / _WEIGHTS_NAME)
     except (EngineFolderError, TensorFileError):
@@ -106,7 +110,9 @@ def _old_files(output: Path) -> list[str]:
     return list(config.files) if config.path == output else []
 
 
-def _write_folder(source: Source, plan: EnginePlan, staging: Path, progress: Progress) -> None:
+def _write_folder(
+    source: Source, plan: EnginePlan, staging: Path, progress: Progress, wanted_ranks: int
+) -> None:
     files = {}
     for name, content in source.tokenizer_files().items():
         (staging / name).write_bytes(content)
@@ -124,7 +130,14 @@ def _write_folder(source: Source, plan: EnginePlan, staging: Path, progress: Pro
     if source.pooling is not None:
         own["pooling"] = asdict(source.pooling)
     document = config_document(
-        VERSION, source.spec, plan.dtype, plan.quantisation, plan.details, source.generation, own
+        VERSION,
+        source.spec,
+        plan.dtype,
+        plan.quantisation,
+        plan.details,
+        source.generation,
+        own,
+        wanted_ranks,
     )
     (staging / CONFIG_NAME).write_text(json.dumps(document, indent=2) + "\n")
 

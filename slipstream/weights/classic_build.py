@@ -37,6 +37,7 @@ class BuildFlags:
     weight_only: str | None = None
     fp8_kv_cache: bool = False
     limits: Mapping[str, int] = field(default_factory=dict)  # name of LIMIT_NAMES → limit
+    ranks: int = 1  # ranks that the flags want; a checkpoint may want more
 
 
 class BuildResult(NamedTuple):
@@ -52,15 +53,14 @@ def build(wanted: BuildFlags, progress: Progress = no_progress) -> BuildResult:
     weight_only = wanted.weight_only
     fp8_kv_cache = wanted.fp8_kv_cache
     notes: list[str] = []
+    ranks = wanted.ranks
     if isinstance(source, CheckpointSource):
         dtype = wanted.dtype or source.stored_dtype
         weight_only = weight_only or source.weight_only
         fp8_kv_cache = fp8_kv_cache or source.fp8_kv_cache
-        if source.ranks > 1:
-            notes.append(
-                f"the checkpoint's {source.ranks} ranks are joined into one engine, "
-                "which runs on one device"
-            )
+        ranks = max(ranks, source.ranks)
+    if ranks > 1:
+        notes.append(f"the engine is built whole: it runs with {ranks} ranks, or any other number")
     limits = choose_limits(source.spec, wanted.limits, notes)
     wrote = False
 
@@ -77,6 +77,7 @@ def build(wanted: BuildFlags, progress: Progress = no_progress) -> BuildResult:
         fp8_kv_cache=fp8_kv_cache,
         limits=limits,
         progress=watch,
+        wanted_ranks=ranks,
     )
     return BuildResult(folder, wrote, tuple(notes))
 

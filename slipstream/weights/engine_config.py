@@ -79,6 +79,8 @@ class EngineConfig:
     files: dict[str, str]  # name → SHA-256 of every other file of the folder
     inputs_hash: str  # "request" in config.json; the same build need not run again
     pooling: PoolingDefaults | None = None  # None: the source declares nothing
+    # ranks that the user of the build wanted; the folder is whole and runs with any number
+    wanted_ranks: int = 1
 
 
 def read_engine_config(path: str | Path) -> EngineConfig:
@@ -128,6 +130,7 @@ def config_document(
     limits: BuildLimits,
     generation: GenerationDefaults,
     own: dict[str, Any],
+    wanted_ranks: int = 1,
 ) -> dict[str, Any]:
     """Return the content of config.json, as `read_engine_config` reads it."""
     return {
@@ -136,7 +139,7 @@ def config_document(
             **spec.to_config(),
             "dtype": dtype,
             "logits_dtype": "float32",
-            "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+            "mapping": {"world_size": wanted_ranks, "tp_size": wanted_ranks, "pp_size": 1},
             "quantization": {
                 "quant_algo": quantisation.algorithm,
                 "group_size": quantisation.group_size,
@@ -182,7 +185,15 @@ def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineC
         files=dict(own["files"]),
         inputs_hash=own.get("request", ""),
         pooling=read_pooling_defaults(own),
+        wanted_ranks=_read_wanted_ranks(pretrained),
     )
+
+
+def _read_wanted_ranks(pretrained: dict[str, Any]) -> int:
+    ranks = pretrained.get("mapping", {}).get("tp_size", 1)
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"mapping: tp_size must be a whole number of at least 1, not {ranks!r}")
+    return ranks
 
 
 def read_pooling_defaults(own: dict[str, Any]) -> PoolingDefaults | None:

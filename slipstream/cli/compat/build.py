@@ -35,7 +35,6 @@ def run(given: Namespace) -> int:
     print_version_line()
     explain_flags(BUILD_FLAGS, given)
     wanted = _build_settings(given)
-    _warn_about_ranks(given)
     with ProgressLines() as lines:
         built = build(wanted, lines.update)
     for note in built.notes:
@@ -60,6 +59,7 @@ def _build_settings(given: Namespace) -> BuildFlags:
         weight_only=weight_only_flag(given),
         fp8_kv_cache=hasattr(given, "fp8_kv_cache"),
         limits=_limits(given),
+        ranks=_ranks(given),
     )
 
 
@@ -73,8 +73,7 @@ def _limits(given: Namespace) -> dict[str, int]:
     return limits
 
 
-def _warn_about_ranks(given: Namespace) -> None:
-    for name in ("world_size", "tp_size", "pp_size"):
-        ranks = whole_number(given, name, 1)
-        if ranks > 1:
-            print(f"[WARNING] --{name} {ranks}: the engine is built whole, and runs on one device")
+def _ranks(given: Namespace) -> int:
+    """Return the number of ranks that the flags want: --world_size, or --tp_size × --pp_size."""
+    product = whole_number(given, "tp_size", 1) * whole_number(given, "pp_size", 1)
+    return max(product, whole_number(given, "world_size", 1))

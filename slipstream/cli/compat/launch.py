@@ -70,6 +70,13 @@ def _add_server_options(parser: Parser) -> None:
     )
     parser.add_argument("--replicas", type=at_least(1, int), metavar="N", help=f"{REPLICAS_HELP}.")
     parser.add_argument(
+        "--ranks",
+        type=at_least(1, int),
+        metavar="N",
+        help="Run each engine as this many processes, each with a part of the weights, on a CPU "
+        "(default: 1).",
+    )
+    parser.add_argument(
         "--multi-model",
         action="store_true",
         help="Allow several engine models in one repository.",
@@ -90,7 +97,7 @@ def _add_ignored(parser: Parser) -> None:
         type=int,
         default=1,
         metavar="RANKS",
-        help="One server is started for any number of ranks.",
+        help="One server is started, and its engines have one rank unless --ranks says more.",
     )
     ignored.add_argument(
         "--tensorrt_llm_model_name", default="tensorrt_llm", help="Ranks are not started by name."
@@ -128,6 +135,8 @@ def server_command(given: Namespace) -> list[str]:
         command.append(f"--frontends={given.frontends or 'auto'}")
     if given.replicas is not None:
         command.append(f"--replicas={given.replicas}")
+    if given.ranks is not None:
+        command.append(f"--ranks={given.ranks}")
     if given.exit_timeout is not None:
         command.append(f"--exit-timeout-secs={given.exit_timeout}")
     if given.multimodal_gpu0_cuda_mem_pool_bytes:
@@ -202,7 +211,7 @@ def _check_ranks(given: Namespace) -> None:
         raise CommandError(f"--world_size must be at least 1, not {given.world_size}")
     if given.world_size > 1:
         print(
-            f"[INFO] --world_size {given.world_size}: one server is started, "
-            "which starts its engines itself",
+            f"[INFO] --world_size {given.world_size}: one server is started, which starts its "
+            f"engines itself, with {given.ranks or 1} rank{'s' * ((given.ranks or 1) > 1)} each",
             flush=True,
         )

@@ -186,7 +186,7 @@ def server_options(given: FlagValues) -> Any:
         load_models=tuple(given["load-model"]),
         poll_seconds=max(1.0, given["repository-poll-secs"]),
         frontends=_frontends(given["frontends"]),
-        engine_settings=_engine_settings(given["replicas"]),
+        engine_settings=_engine_settings(given["replicas"], given["ranks"]),
         strict_readiness=given["strict-readiness"],
         exit_on_error=given["exit-on-error"],
         exit_timeout_seconds=given["exit-timeout-secs"],
@@ -215,12 +215,14 @@ def _frontends(text: str) -> int:
         raise FlagError(f"--frontends {error}") from error
 
 
-def _engine_settings(replicas: int | None) -> dict[str, Any]:
-    if replicas is None:
-        return {}
-    if replicas < 1:
-        raise FlagError(f"--replicas must be at least 1, not {replicas}")
-    return {"replicas": replicas}
+def _engine_settings(replicas: int | None, ranks: int | None) -> dict[str, Any]:
+    settings = {}
+    for name, value in (("replicas", replicas), ("ranks", ranks)):
+        if value is not None:
+            if value < 1:
+                raise FlagError(f"--{name} must be at least 1, not {value}")
+            settings[name] = value
+    return settings
 
 
 def _repositories(given: FlagValues) -> tuple[Path, ...]:

@@ -79,6 +79,11 @@ _GENERAL = {
     "allow-python-models": _boolean(False, "Run the model.py files of the repository."),
     "frontends": _text("auto", f"{FRONTENDS_HELP}."),
     "replicas": Flag("integer", None, f"{REPLICAS_HELP}."),
+    "ranks": Flag(
+        "integer",
+        None,
+        "Run each engine as this many processes, each with a part of the weights, on a CPU.",
+    ),
 }
 _HTTP = {
     "allow-http": _boolean(True, "Serve HTTP."),

@@ -48,7 +48,7 @@ def memory_table(name: str, info: EngineInfo, flags: Collection[str] = ()) -> li
     ]
     advice = [*_too_short(info, longest), *_more_rows(info, flags), *_no_effect(info, flags)]
     return [
-        f"{name} on {info.device}, loaded in {info.load_seconds:.1f} s:",
+        f"{name} on {_device(info)}, loaded in {info.load_seconds:.1f} s:",
         *map(str, lines),
         f"  The KV cache holds {_count(fitting)} of {typical} tokens at once.",
         *(f"  {text}" for text in advice),
@@ -64,6 +64,13 @@ def titled_replicas(name: str, infos: Sequence[EngineInfo]) -> list[tuple[str, E
         slowest = max(infos, key=lambda info: info.load_seconds)
         return [(f"{name}, each of {len(infos)} replicas", slowest)]
     return [(f"{name} replica {index}", info) for index, info in enumerate(infos)]
+
+
+def _device(info: EngineInfo) -> str:
+    """Return the device. With several ranks, the table has the memory of one of them."""
+    if info.ranks == 1:
+        return info.device
+    return f"{info.device} with {info.ranks} ranks (MiB: of each rank)"
 
 
 def _count(requests: int) -> str:

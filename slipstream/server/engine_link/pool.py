@@ -13,6 +13,7 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.repository.models import EngineModel
 from slipstream.server.engine_link.client import EngineClient, Supervision, request_ids
 from slipstream.server.engine_link.replicas import Replicas
+from slipstream.weights.shards import check_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,13 @@ class EnginePool:
 
     def create(self, model: EngineModel) -> PooledEngine:
         settings = replace(model.settings, **self._settings)
+        wanted = model.engine_config.wanted_ranks
+        if settings.ranks is None and wanted > 1:
+            logger.info(
+                "%s was built for %d ranks, which need as many GPUs: 1 rank runs it",
+                model.name,
+                wanted,
+            )
         client = self._create(model, settings)
         self.on_create(client)
         return client
@@ -88,7 +96,10 @@ class EnginePool:
         for model in models:
             longest = max(longest, model.engine_config.build.max_seq_len)
             try:
-                replace(model.settings, **self._settings)
+                settings = replace(model.settings, **self._settings)
+                check_ranks(
+                    model.engine_config.spec, model.engine_config.quantisation, settings.ranks or 1
+                )
             except ValueError as error:
                 raise ValueError(f"{model.name}: {error}") from error
         wanted = self._settings.get("max_sequence_tokens")
