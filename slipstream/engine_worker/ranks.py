@@ -15,6 +15,8 @@ from slipstream.server.engine_link.child import ENGINE_COMMAND
 from slipstream.server.engine_link.link import RankPlace
 from slipstream.server.engine_link.rank_link import FollowerLinks, LeaderLink
 from slipstream.server.engine_link.rank_processes import FollowerProcesses
+from slipstream.weights.engine_config import read_engine_config
+from slipstream.weights.shards import check_ranks
 
 if TYPE_CHECKING:
     from slipstream.engine.loop import EngineLoop, Progress
@@ -79,6 +81,8 @@ class OwnRanksLoop:
     """An engine of several ranks whose leading rank is in this process, for `slipstream.LLM`."""
 
     def __init__(self, engine_folder: str, settings: EngineSettings) -> None:
+        config = read_engine_config(engine_folder)
+        check_ranks(config.spec, config.quantisation, settings.ranks or 1)
         settings = cpu_probe.prepare(settings)
         self._followers = FollowerProcesses(ENGINE_COMMAND, engine_folder, settings)
         wait_for_failure = partial(self._followers.find_failure, _FAILURE_SECONDS)

@@ -153,6 +153,10 @@ class EngineChild:
         """The process of rank 0."""
         return self._processes[0].process_id
 
+    @property
+    def process_ids(self) -> list[int]:
+        return [process.process_id for process in self._processes]
+
     def link_path(self, index: int) -> str:
         """Return the path of the socket that this front end binds."""
         return str(self._paths[index])

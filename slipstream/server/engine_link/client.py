@@ -224,6 +224,11 @@ class EngineClient:
         """The id of the engine process; None while there is none."""
         return None if self._child is None else self._child.process_id
 
+    @property
+    def process_ids(self) -> list[int]:
+        """The ids of the processes of all ranks; empty while there are none."""
+        return [] if self._child is None else self._child.process_ids
+
     def submit(self, request: GenerateRequest) -> InFlightRequest:
         self._follow_log_level()
         return self._requests.submit(request)
