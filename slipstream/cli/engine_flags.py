@@ -33,24 +33,7 @@ def add_engine_flags(parser: Parser) -> None:
 
 def _add_engines(parser: Parser) -> None:
     group = parser.group("engines")
-    group.add_argument(
-        "--dtype",
-        default=AUTO,
-        choices=[AUTO, "bfloat16", "float16", "float32"],
-        help="Data type of the computation.",
-    )
-    group.add_argument(
-        "--device", default=AUTO, choices=[AUTO, "cpu", "cuda"], help="Device to run on."
-    )
-    group.add_argument("--replicas", type=at_least(1, int), metavar="N", help=f"{REPLICAS_HELP}.")
-    group.add_argument(
-        *flags("ranks"),
-        dest="ranks",
-        type=at_least(1, int),
-        metavar="N",
-        help="Run each engine as this many processes, each with a part of the weights, on a CPU "
-        "(default: 1).",
-    )
+    _add_devices(group)
     add_weight_only(group, "; needs MODEL, because the engines of a repository are already built")
     group.add_argument(
         "--embeddings",
@@ -86,6 +69,27 @@ def _add_engines(parser: Parser) -> None:
         default=60.0,
         metavar="SECONDS",
         help="Restart an engine that has not responded for this long.",
+    )
+
+
+def _add_devices(group: ArgumentContainer) -> None:
+    group.add_argument(
+        "--dtype",
+        default=AUTO,
+        choices=[AUTO, "bfloat16", "float16", "float32"],
+        help="Data type of the computation.",
+    )
+    group.add_argument(
+        "--device", default=AUTO, choices=[AUTO, "cpu", "cuda"], help="Device to run on."
+    )
+    group.add_argument("--replicas", type=at_least(1, int), metavar="N", help=f"{REPLICAS_HELP}.")
+    group.add_argument(
+        *flags("ranks"),
+        dest="ranks",
+        type=at_least(1, int),
+        metavar="N",
+        help="Run each engine as this many processes, each with a part of the weights, on a CPU "
+        "(default: 1).",
     )
 
 

@@ -46,7 +46,7 @@ def connect(
     with _loopback_only():
         store = dist.FileStore(place.store, place.size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
-    return TorchRanks(find_failure=find_failure)
+    return TorchRanks(find_failure=find_failure, batch_invariant=settings.deterministic)
 
 
 def disconnect() -> None:

@@ -108,17 +108,30 @@ ALONE = OneRank()
 class TorchRanks:
     """Ranks over torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
-    def __init__(self, group: Any = None, find_failure: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self,
+        group: Any = None,
+        find_failure: Callable[[], str] = lambda: "",
+        batch_invariant: bool = False,
+    ) -> None:
         """group: a process group; None: the default one. Its backend must take tensors of a CPU,
         too: numbers of the host are exchanged over it. find_failure: returns why another rank has
-        ended, if that is known
+        ended, if that is known. batch_invariant: add in the order of the ranks, whatever the size
+        of a tensor; the library adds the parts of a tensor in different orders
         """
         self._group = group
+        # two numbers have one sum
+        self._in_order = batch_invariant and dist.get_world_size(group) > 2
         self._find_failure = find_failure
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
     def sum(self, y: Tensor) -> Tensor:
+        if self._in_order:
+            total, *others = self._gather(y)
+            for part in others:
+                total += part
+            return total
         y = y.contiguous()
         with self._reported():
             dist.all_reduce(y, group=self._group)

@@ -221,10 +221,9 @@ def test_split_checkpoints_build_the_same_engine_as_whole_ones(
             )
             == 0
         )
-    hashes = {
-        read_engine_config(tmp_path / f"engine-{name}").content_hash for name in ("whole", "parts")
-    }
-    assert len(hashes) == 1
+    built = [read_engine_config(tmp_path / f"engine-{name}") for name in ("whole", "parts")]
+    assert built[0].content_hash == built[1].content_hash
+    assert [config.wanted_ranks for config in built] == [1, tensors * stages]
 
 
 def test_an_equal_conversion_writes_nothing_and_another_replaces_it(
@@ -344,6 +343,17 @@ def test_launch_passes_on_the_number_of_server_processes(
     words = [f"--model_repo={tmp_path}", "--tritonserver", "/bin/true", *given]
     command = launch.server_command(launch.create_parser().parse(words))
     assert [word for word in command if word.startswith("--frontends")] == passed_on
+
+
+@pytest.mark.parametrize(
+    ("given", "passed_on"), [([], []), (["--ranks=2"], ["--ranks=2"]), (["--world_size=4"], [])]
+)
+def test_launch_passes_on_the_number_of_ranks(
+    tmp_path: Path, given: list[str], passed_on: list[str]
+) -> None:
+    words = [f"--model_repo={tmp_path}", "--tritonserver", "/bin/true", *given]
+    command = launch.server_command(launch.create_parser().parse(words))
+    assert [word for word in command if word.startswith("--ranks")] == passed_on
 
 
 def test_only_a_running_tritonserver_counts_as_busy(tmp_path: Path) -> None:

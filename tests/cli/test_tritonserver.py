@@ -308,6 +308,12 @@ def test_a_flag_sets_the_number_of_server_processes(flags: list[str], count: int
     assert options.frontends == count
 
 
+@pytest.mark.parametrize(("flags", "settings"), [([], {}), (["--ranks=2"], {"ranks": 2})])
+def test_a_flag_sets_the_number_of_ranks(flags: list[str], settings: dict[str, int]) -> None:
+    options = tritonserver.server_options(parse_flags(["--model-repository=/a", *flags]))
+    assert options.engine_settings == settings
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -333,6 +339,7 @@ def test_a_wrong_flag_is_one_error_line(flags: list[str], text: str) -> None:
     ("flags", "text"),
     [
         ([], "--model-repository is missing"),
+        (["--model-repository=/a", "--ranks=0"], "--ranks must be at least 1, not 0"),
         (
             ["--model-repository=/a", "--model-control-mode=never"],
             "must be one of none, poll, explicit",

@@ -62,6 +62,12 @@ assert bool(best[2].isnan())
 assert tokens.tolist() == [7, 2, 5, int(whole[3].argmax())]
 assert float(best[3]) == float(whole[3].max())
 
+torch.manual_seed(rank)
+own = torch.randn(5, 7)
+in_order = TorchRanks(batch_invariant=True)
+total = in_order.sum(own.clone())
+assert torch.equal(total[2:3], in_order.sum(own[2:3]))
+torch.testing.assert_close(total, ranks.sum(own))
 assert ranks.least(10 - rank) == 8
 try:
     ranks.meet(f"torch {rank}")

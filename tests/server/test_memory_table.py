@@ -52,6 +52,12 @@ def test_the_table_of_a_cpu():
     ]
 
 
+def test_the_table_says_how_many_ranks_there_are_and_that_sizes_are_of_one():
+    first, weights, *_ = memory_table("m", replace(INFO, ranks=4))
+    assert first == "m on cpu with 4 ranks (MiB: of each rank), loaded in 1.0 s:"
+    assert weights == "  weights                257 MiB     computed in bfloat16"
+
+
 def test_the_table_of_a_gpu_with_the_defaults():
     assert memory_table("m", GPU) == [
         "m on cuda:0, loaded in 1.0 s:",

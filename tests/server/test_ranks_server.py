@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -187,6 +188,18 @@ def test_a_number_of_ranks_that_does_not_divide_a_model_is_refused_before_the_st
     assert str(error.value) == problem
     with pytest.raises(ValueError, match="tensorrt_llm: ranks must be at least 1, not 0"):
         EnginePool({"ranks": 0}, Supervision(), ()).check([model])
+
+
+def test_an_engine_that_was_built_for_ranks_runs_with_one_and_says_so(engine, caplog):
+    config = replace(read_engine_config(engine), wanted_ranks=4)
+    model = SimpleNamespace(name="m", engine_config=config, settings=EngineSettings())
+    with caplog.at_level("INFO"):
+        EnginePool({}, Supervision(), ()).create(model)
+    assert "m was built for 4 ranks, which need as many GPUs: 1 rank runs it" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        EnginePool({"ranks": 2}, Supervision(), ()).create(model)
+    assert caplog.text == ""
 
 
 def test_orders_are_decoded_into_their_own_types_only():
