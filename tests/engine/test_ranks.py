@@ -153,6 +153,12 @@ def test_all_families_and_kinds(engines, size):
 
 
 @pytest.mark.slow
+def test_adapters_of_four_ranks_that_share_kv_heads(adapted_engine):
+    found = run_group(4, [("adapters", adapted_engine, "adapters")])["adapters"]
+    assert_same(found, run_alone(adapted_engine, "adapters"), 4)
+
+
+@pytest.mark.slow
 def test_ranks_agree_after_ten_thousand_cancels(engines):
     found = run_group(2, [("cancels", engines("llama"), "many cancels")])["cancels"]
     assert sum(found["ended"].values()) == 10_000

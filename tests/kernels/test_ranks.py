@@ -75,6 +75,8 @@ except RanksDiffer as error:
     assert f"rank {rank} has torch {rank}" in str(error)
 else:
     raise AssertionError("different descriptions were accepted")
+ranks.meet()
+dist.destroy_process_group()
 """
 
 

@@ -22,7 +22,7 @@ from slipstream.engine.ranks.leading import RankFailed
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
-from slipstream.engine_worker.ranks import connect
+from slipstream.engine_worker.ranks import connect, disconnect
 from slipstream.server.engine_link.link import RankPlace
 from slipstream.server.engine_link.rank_link import FollowerLinks, LeaderLink
 from slipstream.weights.load import start_engine, start_follower
@@ -268,6 +268,8 @@ def main() -> None:
             loop.close()
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
+    ranks.meet()  # no rank leaves while another one still needs it
+    disconnect()
 
 
 if __name__ == "__main__":
