@@ -67,6 +67,8 @@ class EngineLoop:
         self.depth = depth
         self.adapters = adapters
         self._leader = leader
+        # called when the other ranks have the order to end
+        self.on_close: Callable[[], None] = lambda: None
         self.constraints = Constraints()  # the caller replaces it if it has a tokenizer
         self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
 
@@ -144,6 +146,7 @@ class EngineLoop:
         """End the other ranks, if there are any."""
         if self._leader is not None:
             self._leader.leave()
+        self.on_close()
 
 
 def warm_up(

@@ -24,7 +24,7 @@ from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.engine_worker.progress import show_progress
-from slipstream.engine_worker.ranks import OwnRanksLoop, run_follower, start_leader
+from slipstream.engine_worker.ranks import run_follower, start_leader, start_own_ranks
 from slipstream.kernels.gpu.compilation.pool import start_pool
 from slipstream.kernels.rank_errors import RankLost
 from slipstream.server.engine_link.engine_end import EngineEnd
@@ -56,7 +56,7 @@ def start_real_engine(
         settings = cpu_probe.prepare(settings)
         return start_leader(engine_folder, settings, place, show_progress)
     if settings.ranks is not None and settings.ranks > 1:
-        return OwnRanksLoop(engine_folder, settings)
+        return start_own_ranks(engine_folder, settings)
     on_gpu = not cpu_probe.runs_on_cpu(settings)
     compiler = start_pool(_kernels_of(engine_folder, settings)) if on_gpu else None
     settings = cpu_probe.prepare(settings)

@@ -77,41 +77,32 @@ def start_leader(
     return loop
 
 
-class OwnRanksLoop:
-    """An engine of several ranks whose leading rank is in this process, for `slipstream.LLM`."""
+def start_own_ranks(engine_folder: str, settings: EngineSettings) -> EngineLoop:
+    """Start an engine of several ranks whose leading rank is in this process, for `slipstream.LLM`.
 
-    def __init__(self, engine_folder: str, settings: EngineSettings) -> None:
-        config = read_engine_config(engine_folder)
-        check_ranks(config.spec, config.quantisation, settings.ranks or 1)
-        settings = cpu_probe.prepare(settings)
-        self._followers = FollowerProcesses(ENGINE_COMMAND, engine_folder, settings)
-        wait_for_failure = partial(self._followers.find_failure, _FAILURE_SECONDS)
-        try:
-            self._loop = start_leader(
-                engine_folder, settings, self._followers.place, show_progress, wait_for_failure
-            )
-        except BaseException:
-            self._followers.kill()
-            disconnect()
-            raise
-        self._followers.remove_files()
-        self.info = self._loop.info
-        self.submit = self._loop.submit
-        self.cancel = self._loop.cancel
-        self.has_work = self._loop.has_work
-        self.step = self._loop.step
-        self.stats = self._loop.stats
-        self.check_integrity = self._loop.check_integrity
-
-    @property
-    def process_ids(self) -> list[int]:
-        """The processes of ranks 1, 2, …"""
-        return self._followers.process_ids
-
-    def close(self) -> None:
-        self._loop.close()
-        self._followers.close()
+    The followers are processes, which end when the engine is closed.
+    """
+    config = read_engine_config(engine_folder)
+    check_ranks(config.spec, config.quantisation, settings.ranks or 1)
+    settings = cpu_probe.prepare(settings)
+    followers = FollowerProcesses(ENGINE_COMMAND, engine_folder, settings)
+    wait_for_failure = partial(followers.find_failure, _FAILURE_SECONDS)
+    try:
+        loop = start_leader(
+            engine_folder, settings, followers.place, show_progress, wait_for_failure
+        )
+    except BaseException:
+        followers.kill()
         disconnect()
+        raise
+    followers.remove_files()
+
+    def end_followers() -> None:
+        followers.close()
+        disconnect()
+
+    loop.on_close = end_followers
+    return loop
 
 
 def run_follower(engine_folder: str, settings: EngineSettings, place: RankPlace) -> None:

@@ -413,6 +413,26 @@ def relay(*lines: str) -> None:
     Relay(reading, 7, logging.WARNING, "engine").finish(10)
 
 
+def test_lines_of_a_following_rank_begin_with_its_number(
+    restored_settings: Callable[..., None], tmp_path: Path
+) -> None:
+    lines = [relayed(logging.INFO, "%d of", "a.py:1"), "Thread 0x1 (most recent call first):"]
+    for format in ("json", "default"):
+        restored_settings(file=str(tmp_path / format), format=format)
+        reading, writing = os.pipe()
+        os.write(writing, "".join(f"{line}\n" for line in lines).encode())
+        os.close(writing)
+        Relay(reading, 7, logging.WARNING, "engine", "rank 1: ").finish(10)
+    written = (tmp_path / "json").read_text().splitlines()
+    assert [json.loads(line)["message"] for line in written] == [
+        "rank 1: %d of",
+        "rank 1: Thread 0x1 (most recent call first):",
+    ]
+    plain = (tmp_path / "default").read_text()
+    assert "rank 1: %d of" in plain
+    assert "\nrank 1: Thread 0x1 (most recent call first):\n" in plain
+
+
 def test_output_of_another_process_follows_the_servers_settings(
     restored_settings: Callable[..., None], tmp_path: Path
 ) -> None:
