@@ -14,8 +14,8 @@ from tiny_adapters import ALL_MODULES, save_adapter
 RUNS = [name for name in KINDS if name not in ("adapters", "cancels", "many cancels", "flipped")]
 DEFAULT = {
     "llama": RUNS,
-    "qwen2_moe": ["greedy", "beams", "host", "windowed"],  # whole experts, and a shared one
-    "gptj": ["greedy", "lookup"],  # parallel residual
+    "qwen2_moe": RUNS,  # whole experts, and a shared one
+    "gptj": RUNS,  # parallel residual
     "gpt2": ["greedy", "scores"],  # learned positions, biases, a tied head
     "gemma2": ["greedy", "penalties"],  # output norms and soft caps
     "mixtral": ["greedy", "preempted"],  # a part of each expert
