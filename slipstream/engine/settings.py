@@ -15,8 +15,6 @@ Policy = Literal["guaranteed_no_evict", "max_utilization"]
 CacheType = Literal["auto", "fp8"]
 MOST_RANK = 256  # of an adapter
 MOST_REPLICAS = 64
-# GPUs of one replica. More than one needs tensor parallelism, which the engine lacks.
-MOST_DEVICES_PER_REPLICA = 1
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,8 @@ class EngineSettings:
     mixed_graphs: bool = True  # CUDA graphs of steps that mix decodes with few prompt tokens
     replicas: int = 1  # engines of this model behind one server
     replica: int = 0  # index of this engine among them
-    # GPUs of all replicas in order, as numbered within CUDA_VISIBLE_DEVICES; each replica has the
-    # same number of them. Empty: replicas take the GPUs in turn. No effect on a CPU
+    # GPUs of all replicas in order, one for each rank, as numbered within CUDA_VISIBLE_DEVICES.
+    # Empty: the ranks take the GPUs in turn. No effect on a CPU
     devices: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -127,7 +125,7 @@ class EngineSettings:
 
     def _check_replicas(self) -> None:
         self._check_at_least(1, "replicas")
-        problem = replicas_problem(self.replicas, self.devices)
+        problem = replicas_problem(self.replicas, self.devices, self.ranks)
         if problem:
             raise ValueError(problem)
         if not 0 <= self.replica < self.replicas:
@@ -178,7 +176,7 @@ class EngineSettings:
         return cls(**values)
 
 
-def replicas_problem(replicas: int, devices: Sequence[int]) -> str:
+def replicas_problem(replicas: int, devices: Sequence[int], ranks: int | None = None) -> str:
     """Return why an engine cannot run as these replicas on these GPUs; empty: it can."""
     if not 1 <= replicas <= MOST_REPLICAS:
         return f"replicas must be 1 to {MOST_REPLICAS}, not {replicas}"
@@ -189,9 +187,6 @@ def replicas_problem(replicas: int, devices: Sequence[int]) -> str:
             f"{len(devices)} GPUs cannot be shared equally by {replicas} replicas: give each "
             "replica as many GPUs"
         )
-    if len(devices) // replicas > MOST_DEVICES_PER_REPLICA:
-        return (
-            f"{len(devices)} GPUs for {replicas} {'replica' if replicas == 1 else 'replicas'}: a "
-            "replica on several GPUs (tensor parallel) is not supported; give each replica one GPU"
-        )
+    if devices and ranks is not None and len(devices) != replicas * ranks:
+        return f"{len(devices)} GPUs for {replicas} replicas of {ranks} ranks: give each rank one"
     return ""

@@ -166,7 +166,7 @@ def _prepare(
     ranks.meet(_describe_machine(sizes))
     model = _create_model(spec, tensors, settings, sizes, limits.fp8_cache, ranks)
     parts = _divide_memory(model, settings, sizes, limits.rows, ranks)
-    warm = _prepare_runner(model, settings.block_tokens, sizes, parts, progress, compiler)
+    warm = _prepare_runner(model, settings.block_tokens, sizes, parts, progress, compiler, ranks)
     slots = _add_host_cache(warm.runner, settings, parts.blocks, ranks)
     store, adapter_sizes = create_store(
         spec, settings, parts.rows, sizes.dtype, sizes.device, ranks
@@ -303,6 +303,7 @@ def _prepare_runner(
     parts: MemoryParts,
     progress: Progress,
     compiler: CompilePool | None,
+    ranks: Ranks,
 ) -> _WarmRunner:
     """Create the runner of this device and warm it up."""
     if model.device.type == "cuda":
@@ -311,9 +312,10 @@ def _prepare_runner(
         from slipstream.engine.gpu.warm_up import GpuWarmUp
 
         gpu_runner = GpuRunner(model, parts.blocks, block_tokens, parts.rows, sizes.longest)
-        steps = GpuWarmUp(gpu_runner, parts.rows, sizes.step_tokens, sizes.longest, parts.blocks)
-        if compiler is not None:
-            steps.compile_kernels(compiler, progress)
+        steps = GpuWarmUp(
+            gpu_runner, parts.rows, sizes.step_tokens, sizes.longest, parts.blocks, ranks
+        )
+        steps.compile_kernels(compiler, progress)
         return _WarmRunner(gpu_runner, *steps.run(progress))
     runner = Runner(model, parts.blocks, block_tokens, parts.rows, sizes.longest)
     warm_up(runner, model.spec.vocab_size, parts.blocks, sizes.longest)

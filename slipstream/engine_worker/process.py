@@ -25,7 +25,7 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.engine_worker.progress import show_progress
 from slipstream.engine_worker.ranks import run_follower, start_leader, start_own_ranks
-from slipstream.kernels.gpu.compilation.pool import start_pool
+from slipstream.kernels.gpu.compilation.pool import CompilePool, start_pool
 from slipstream.kernels.rank_errors import RankLost
 from slipstream.server.engine_link.engine_end import EngineEnd
 from slipstream.server.engine_link.link import (
@@ -52,23 +52,28 @@ def start_real_engine(
     engine_folder: str, settings: EngineSettings, place: RankPlace | None = None
 ) -> Loop:
     """Start an engine. place: of this process, if the server has started the other ranks"""
-    if place is not None:
-        settings = cpu_probe.prepare(settings)
-        return start_leader(engine_folder, settings, place, show_progress)
-    if settings.ranks is not None and settings.ranks > 1:
+    if place is None and settings.ranks is not None and settings.ranks > 1:
         return start_own_ranks(engine_folder, settings)
     on_gpu = not cpu_probe.runs_on_cpu(settings)
     compiler = start_pool(_kernels_of(engine_folder, settings)) if on_gpu else None
     settings = cpu_probe.prepare(settings)
+    try:
+        if place is not None:
+            return start_leader(engine_folder, settings, place, show_progress, compiler=compiler)
+        return _start_one_rank(engine_folder, settings, compiler)
+    finally:
+        if compiler is not None:
+            compiler.close()
+
+
+def _start_one_rank(
+    engine_folder: str, settings: EngineSettings, compiler: CompilePool | None
+) -> Loop:
     from slipstream.engine.constraints.constraints import Constraints
     from slipstream.server.text.vocabulary import read_vocabulary
     from slipstream.weights.load import start_engine
 
-    try:
-        loop = start_engine(engine_folder, settings, show_progress, compiler)
-    finally:
-        if compiler is not None:
-            compiler.close()
+    loop = start_engine(engine_folder, settings, show_progress, compiler)
     loop.constraints = Constraints(partial(read_vocabulary, engine_folder, loop.info.vocab_size))
     return loop
 

@@ -20,22 +20,21 @@ from slipstream.weights.shards import check_ranks
 
 if TYPE_CHECKING:
     from slipstream.engine.loop import EngineLoop, Progress
+    from slipstream.kernels.gpu.compilation.pool import CompilePool
     from slipstream.kernels.ranks import TorchRanks
 
 _FAILURE_SECONDS = 1.0  # from a broken connection until the end of the other process is known
-_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def connect(
     place: RankPlace, settings: EngineSettings, find_failure: Callable[[], str] = lambda: ""
 ) -> TorchRanks:
     """Meet the other ranks. find_failure: returns why another rank has ended, if that is known"""
-    if not cpu_probe.runs_on_cpu(settings):
-        raise ValueError(
-            f"ranks {place.size}: several ranks run on a CPU only; use device cpu, or 1 rank"
-        )
+    import torch
     import torch.distributed as dist
 
+    from slipstream.engine.memory.placement import place_rank
     from slipstream.kernels.ranks import TorchRanks
 
     if dist.is_initialized():
@@ -43,9 +42,19 @@ def connect(
             f"ranks {place.size}: this process has a torch.distributed group already; run the "
             "engine in a process without one"
         )
+    backend = "gloo"
+    device = None
+    if not cpu_probe.runs_on_cpu(settings):
+        placement = place_rank(settings, place.rank, place.size, torch.cuda.device_count())
+        device = torch.device("cuda", placement.device or 0)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
     with _loopback_only():
         store = dist.FileStore(place.store, place.size)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
+        # With a device, NCCL connects now and not in the first step.
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.size, device_id=device
+        )
     return TorchRanks(find_failure=find_failure, batch_invariant=settings.deterministic)
 
 
@@ -63,8 +72,12 @@ def start_leader(
     place: RankPlace,
     progress: Progress,
     find_failure: Callable[[], str] = lambda: "",
+    compiler: CompilePool | None = None,
 ) -> EngineLoop:
-    """Start the leading rank. The followers start at the same time, and meet it here."""
+    """Start the leading rank. The followers start at the same time, and meet it here.
+
+    compiler: processes that compile the kernels of a GPU, for all ranks
+    """
     ranks = connect(place, settings, find_failure)
 
     from slipstream.engine.constraints.constraints import Constraints
@@ -72,7 +85,7 @@ def start_leader(
     from slipstream.weights.load import start_engine
 
     followers = FollowerLinks(place.sockets, find_failure)
-    loop = start_engine(engine_folder, settings, progress, ranks=ranks, followers=followers)
+    loop = start_engine(engine_folder, settings, progress, compiler, ranks, followers)
     loop.constraints = Constraints(partial(read_vocabulary, engine_folder, loop.info.vocab_size))
     return loop
 
@@ -111,8 +124,8 @@ def run_follower(engine_folder: str, settings: EngineSettings, place: RankPlace)
     link = LeaderLink(place.sockets[place.rank - 1])
     ranks = connect(place, settings)
 
+    from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
     from slipstream.engine.ranks.following import follow
-    from slipstream.server.engine_link.serve import freeze_garbage_collector
     from slipstream.weights.load import start_follower
 
     follower = start_follower(engine_folder, settings, ranks)
@@ -123,13 +136,14 @@ def run_follower(engine_folder: str, settings: EngineSettings, place: RankPlace)
 
 @contextmanager
 def _loopback_only() -> Iterator[None]:
-    """Let gloo listen on the loopback interface: all ranks are on this machine."""
-    before = os.environ.get(_INTERFACE_VARIABLE)
-    os.environ[_INTERFACE_VARIABLE] = "lo"
+    """Let gloo and NCCL listen on the loopback interface only: all ranks are on this machine."""
+    before = {name: os.environ.get(name) for name in _INTERFACE_VARIABLES}
+    os.environ.update(dict.fromkeys(_INTERFACE_VARIABLES, "lo"))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_INTERFACE_VARIABLE]
-        else:
-            os.environ[_INTERFACE_VARIABLE] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

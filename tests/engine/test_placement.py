@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slipstream.engine.memory import division
 from slipstream.engine.memory.host import HostMemory
-from slipstream.engine.memory.placement import Placement, cpu_threads, place_replica
+from slipstream.engine.memory.placement import Placement, cpu_threads, place_rank
 from slipstream.engine.settings import MOST_REPLICAS, EngineSettings
 
 GIB = 2**30
@@ -16,7 +16,9 @@ GIB = 2**30
 
 def placements(gpus, **settings):
     every = EngineSettings(**settings)
-    return [place_replica(replace(every, replica=index), gpus) for index in range(every.replicas)]
+    return [
+        place_rank(replace(every, replica=index), 0, 1, gpus) for index in range(every.replicas)
+    ]
 
 
 def test_one_engine_stays_on_the_default_gpu():
@@ -45,6 +47,25 @@ def test_a_gpu_that_does_not_exist_is_named():
         placements(2, replicas=2, devices=(0, 2))
     with pytest.raises(ValueError, match=r"there is no GPU 1, 1 GPU is visible"):
         placements(1, devices=(1,))
+
+
+def test_the_ranks_of_each_replica_have_gpus_of_their_own():
+    two = EngineSettings(replicas=2, ranks=2)
+
+    def places(settings, gpus):
+        return [
+            place_rank(replace(settings, replica=replica), rank, 2, gpus).device
+            for replica in (0, 1)
+            for rank in (0, 1)
+        ]
+
+    assert places(two, 4) == [0, 1, 2, 3]
+    assert places(two, 2) == [0, 1, 0, 1]
+    assert places(replace(two, devices=(3, 1, 0, 2)), 4) == [3, 1, 0, 2]
+    assert place_rank(replace(two, devices=(0, 0, 0, 0)), 1, 2, 1) == Placement(0, 4)
+    with pytest.raises(ValueError, match=r"^2 ranks need 2 GPUs, 1 GPU is visible: use fewer"):
+        place_rank(two, 0, 2, 1)
+    assert cpu_threads(two, 8, 2) == 2
 
 
 @given(st.integers(1, 128), st.integers(1, MOST_REPLICAS))
@@ -98,7 +119,10 @@ def test_caches_of_replicas_on_one_gpu_fit_it_together(sharing, fraction):
         ({"replicas": 2, "replica": 2}, "replica 2 is not one of 2 replicas"),
         ({"devices": (-1,)}, r"devices must be GPU numbers from 0 on, not \[-1\]"),
         ({"replicas": 2, "devices": (0, 1, 2)}, "3 GPUs cannot be shared equally by 2 replicas"),
-        ({"replicas": 2, "devices": (0, 1, 2, 3)}, "4 GPUs for 2 replicas: a replica on several"),
+        (
+            {"replicas": 2, "ranks": 3, "devices": (0, 1, 2, 3)},
+            "4 GPUs for 2 replicas of 3 ranks: give each rank one",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings, text):

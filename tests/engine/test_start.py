@@ -1,5 +1,7 @@
 """The memory of the cache and of compressed weights. Of a GPU only its free memory is used."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -114,7 +116,7 @@ def test_replicas_on_one_gpu_have_a_part_of_it_each(monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
         sizes = start.EngineSizes(torch.device("cuda"), torch.bfloat16, 64, 8192, sharing=2)
         chosen = EngineSettings(max_rows=64, replicas=2, **settings)
-        return start._divide_memory(Model("cuda"), chosen, sizes, None).blocks
+        return start._divide_memory(Model("cuda"), chosen, sizes, None, ALONE).blocks
 
     # the same whether the other replica has taken its part before or will
     assert blocks_of(total - weights, cache_memory_fraction=1.0) == 100
@@ -176,7 +178,7 @@ def test_a_replica_takes_its_own_gpu(monkeypatch):
     monkeypatch.setattr(start, "_device", lambda settings: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    place = start._place
+    place = partial(start._place, ranks=ALONE)
     assert place(EngineSettings()) == (torch.device("cuda"), 1)
     assert place(EngineSettings(replicas=2, replica=1)) == (torch.device("cuda:1"), 1)
     assert place(EngineSettings(replicas=2, devices=(1, 1))) == (torch.device("cuda:1"), 2)
@@ -185,4 +187,4 @@ def test_a_replica_takes_its_own_gpu(monkeypatch):
 
 
 def test_replicas_on_a_cpu_share_it():
-    assert start._place(EngineSettings(device="cpu", replicas=3)) == (torch.device("cpu"), 3)
+    assert start._place(EngineSettings(device="cpu", replicas=3), ALONE) == (torch.device("cpu"), 3)

@@ -68,13 +68,6 @@ def test_instances_are_replicas(tmp_path, groups, devices, replicas, used):
         (1, "0;1", "'0;1' has 2 sets of GPUs, but instance_group has 1 instance: give one set"),
         (2, "0", "'0' has 1 set of GPUs, but instance_group has 2 instances: give one set"),
         (2, "0,1;2", "'0,1;2': give each instance the same number of GPUs"),
-        (
-            1,
-            "0,1",
-            "'0,1': 2 GPUs for 1 replica: a replica on several GPUs (tensor parallel) is not "
-            "supported; give each replica one GPU",
-        ),
-        (2, "0,1;2,3", "'0,1;2,3': 4 GPUs for 2 replicas: a replica on several GPUs"),
         (1, "0,0", "'0,0': an instance names the same GPU twice"),
         (2, "0;", "expected GPU numbers, with ';' between instances and ',' within one, such as"),
         (1, "-1", "expected GPU numbers, with ';' between instances"),

@@ -1,12 +1,14 @@
 """How many processes a server has by default."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
 
 import pytest
 
-from slipstream.server.frontends.count import choose_count, runs_on_gpu, usable_cores
+from slipstream.server.engine_link.visible_gpus import runs_on_gpu, visible_gpus
+from slipstream.server.frontends.count import choose_count, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -76,9 +78,29 @@ def test_a_container_has_the_cores_of_its_quota(tmp_path, monkeypatch, files, co
     assert usable_cores(tmp_path) == cores
 
 
+def test_visible_gpus_are_counted_without_torch(tmp_path, monkeypatch):
+    driver = tmp_path / "nvidiactl"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.11.0+cu130")
+
+    def count(environment, device="auto"):
+        return visible_gpus(device, environment, driver, tmp_path / "gpus")
+
+    assert count({}) == 0  # no driver
+    driver.touch()
+    assert count({}) == 1  # a driver that lists no GPU
+    for name in ("0000:17:00.0", "0000:65:00.0"):
+        (tmp_path / "gpus" / name).mkdir(parents=True)
+    assert count({}) == 2
+    assert count({"CUDA_VISIBLE_DEVICES": "0,2,3"}) == 3
+    assert count({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert count({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    assert count({}, device="cpu") == 0
+
+
 def test_the_choice_does_not_load_torch():
     program = (
         "import sys; from slipstream.server.frontends.count import *; "
+        "from slipstream.server.engine_link.visible_gpus import *; visible_gpus('auto'); "
         "choose_count(runs_on_gpu('auto'), usable_cores()); print('torch' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

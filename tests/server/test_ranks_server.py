@@ -195,7 +195,7 @@ def test_an_engine_that_was_built_for_ranks_runs_with_one_and_says_so(engine, ca
     model = SimpleNamespace(name="m", engine_config=config, settings=EngineSettings())
     with caplog.at_level("INFO"):
         EnginePool({}, Supervision(), ()).create(model)
-    assert "m was built for 4 ranks, which need as many GPUs: 1 rank runs it" in caplog.text
+    assert "m was built for 4 ranks, which need as many GPUs: it runs with 1 rank" in caplog.text
     caplog.clear()
     with caplog.at_level("INFO"):
         EnginePool({"ranks": 2}, Supervision(), ()).create(model)

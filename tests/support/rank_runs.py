@@ -1,12 +1,14 @@
 """Runs of engines with one rank or several, for comparison. Run as a script it is one rank.
 
-`python rank_runs.py RANK SIZE FOLDER`: FOLDER/cases.json lists the runs, [name, engine folder, kind]
-each. Rank 0 writes the results to FOLDER/results.json. All runs use one process group.
+`python rank_runs.py RANK SIZE FOLDER DEVICE`: FOLDER/cases.json lists the runs, [name, engine folder,
+kind] each. Rank 0 writes the results to FOLDER/results.json. All runs use one process group. With the
+DEVICE cuda all ranks run on the first GPU, where NCCL takes each of them for a machine of its own.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -29,6 +31,8 @@ from slipstream.weights.load import start_engine, start_follower
 
 VOCABULARY = 515
 BLOCK_TOKENS = 16
+# NCCL refuses two ranks on one GPU. With other host ids they are on different machines for it.
+_ONE_GPU = {"NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
 FLIPPED_PLAN = 3  # the plan after which the follower's token is flipped
 
 
@@ -82,11 +86,12 @@ KINDS = {
 }
 
 
-def settings_of(kind: Kind, ranks: int) -> EngineSettings:
+def settings_of(kind: Kind, ranks: int, device: str = "cpu") -> EngineSettings:
     values = {"cache_tokens": 64 * BLOCK_TOKENS, **kind.settings}
     return EngineSettings(
         dtype="float32",
-        device="cpu",
+        device=device,
+        devices=(0,) * ranks if device == "cuda" else (),
         threads=1,
         max_rows=8,
         step_tokens=64,
@@ -205,19 +210,22 @@ def run(loop: EngineLoop, name: str, folder: str) -> dict[str, Any]:
     return result
 
 
-def run_alone(folder: str, name: str) -> dict[str, Any]:
-    return run(start_engine(folder, settings_of(KINDS[name], 1)), name, folder)
+def run_alone(folder: str, name: str, device: str = "cpu") -> dict[str, Any]:
+    return run(start_engine(folder, settings_of(KINDS[name], 1, device)), name, folder)
 
 
-def run_ranks(size: int, cases: list[tuple[str, str, str]], folder: Path) -> dict[str, Any]:
+def run_ranks(
+    size: int, cases: list[tuple[str, str, str]], folder: Path, device: str = "cpu"
+) -> dict[str, Any]:
     """Run the cases with this many ranks, each a process. Return the results by name."""
     (folder / "cases.json").write_text(json.dumps(cases))
     logs = [folder / f"rank{rank}.log" for rank in range(size)]
     started = []
     for rank, log in enumerate(logs):
         with log.open("wb") as output:
-            command = [sys.executable, __file__, str(rank), str(size), str(folder)]
-            started.append(subprocess.Popen(command, stdout=output, stderr=output))
+            command = [sys.executable, __file__, str(rank), str(size), str(folder), device]
+            environment = os.environ | {"NCCL_HOSTID": f"rank{rank}"} | _ONE_GPU
+            started.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
     try:
         codes = [process.wait(timeout=1800) for process in started]
     finally:
@@ -249,12 +257,13 @@ def main() -> None:
     rank = int(sys.argv[1])
     size = int(sys.argv[2])
     folder = Path(sys.argv[3])
+    device = sys.argv[4]
     place = RankPlace(rank, size, str(folder / "store"), [])
-    ranks = connect(place, settings_of(KINDS["greedy"], size))
+    ranks = connect(place, settings_of(KINDS["greedy"], size, device))
     results = {}
     for number, (case, engine, name) in enumerate(json.loads((folder / "cases.json").read_text())):
         paths = [str(folder / f"s{number}.{other}") for other in range(1, size)]
-        settings = settings_of(KINDS[name], size)
+        settings = settings_of(KINDS[name], size, device)
         if rank:
             link = LeaderLink(paths[rank - 1])
             follower = start_follower(engine, settings, ranks)

@@ -14,9 +14,10 @@ import torch
 from slipstream.engine.gpu.graphs import batch_sizes
 from slipstream.engine.gpu.runner import GpuRunner
 from slipstream.engine.loop import Progress, warm_up
-from slipstream.kernels.gpu.compilation.jobs import collect_jobs, fix_cache_keys
+from slipstream.kernels.gpu.compilation.jobs import CompileJob, collect_jobs, fix_cache_keys
 from slipstream.kernels.gpu.compilation.pool import CompilePool
 from slipstream.kernels.gpu.prefill_tiles import LARGE_TILES_FROM
+from slipstream.kernels.ranks import ALONE, Ranks
 
 # tokens of each prompt in a warm-up step with the full budget; more where there are few rows
 _WARM_UP_TOKENS = 1024
@@ -30,28 +31,47 @@ class Measured(NamedTuple):
     tokens_per_second: float  # of prompts, in a step with the full budget
 
 
+def _ignore(job: CompileJob) -> None:
+    """Do nothing with a kernel that another rank compiles."""
+
+
 class GpuWarmUp:
     def __init__(
-        self, runner: GpuRunner, max_rows: int, step_tokens: int, longest: int, blocks: int
+        self,
+        runner: GpuRunner,
+        max_rows: int,
+        step_tokens: int,
+        longest: int,
+        blocks: int,
+        ranks: Ranks = ALONE,
     ) -> None:
         """longest: tokens of the longest sequence; blocks: of the KV cache"""
         fix_cache_keys()
+        self._ranks = ranks
         self._runner = runner
         self._max_rows = max_rows
         self._step_tokens = step_tokens
         self._longest = longest
         self._blocks = blocks
 
-    def compile_kernels(self, compiler: CompilePool, progress: Progress) -> None:
+    def compile_kernels(self, compiler: CompilePool | None, progress: Progress) -> None:
         """Compile the kernels of all steps in parallel processes. This process loads them from
         Triton's cache when it launches them.
+
+        The compiler of the leading rank compiles for all ranks. The others have none, but the sums
+        of the steps need all ranks.
         """
-        with collect_jobs(compiler.submit):
+        leads = compiler is not None or self._ranks.rank > 0
+        if not self._ranks.least(int(leads)):
+            return
+        with collect_jobs(compiler.submit if compiler is not None else _ignore):
             self._run_long_prompts()  # their kernels take longest to compile
             self._run_first_step()
             self._run_full_step()
             self._runner.run_captured_steps(self._max_rows)
-        compiler.wait(lambda done, total: progress("compiling kernels", done, total))
+        if compiler is not None:
+            compiler.wait(lambda done, total: progress("compiling kernels", done, total))
+        self._ranks.meet()
 
     def run(self, progress: Progress) -> Measured:
         """Run a step of each kind, and capture CUDA graphs."""
@@ -62,13 +82,13 @@ class GpuWarmUp:
         step_bytes = torch.cuda.max_memory_allocated() - held
         self._run_long_prompts()
         self._run_prompts()
-        tokens_per_second = self._time_full_step()
+        tokens_per_second = self._ranks.least(round(self._time_full_step()))
         free, _ = torch.cuda.mem_get_info()
         self._runner.capture(
             self._max_rows,
             self._step_tokens,
             lambda done, total: progress("capturing decode steps", done, total),
-            round(self._time_launch() * tokens_per_second),
+            self._ranks.least(round(self._time_launch() * tokens_per_second)),
         )
         graph_bytes = max(0, free - torch.cuda.mem_get_info()[0])
         return Measured(step_bytes, graph_bytes, tokens_per_second)

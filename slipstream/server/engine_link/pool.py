@@ -12,7 +12,9 @@ from slipstream.engine.options import flag
 from slipstream.engine.settings import EngineSettings
 from slipstream.repository.models import EngineModel
 from slipstream.server.engine_link.client import EngineClient, Supervision, request_ids
+from slipstream.server.engine_link.rank_choice import choose_ranks, explain_ranks
 from slipstream.server.engine_link.replicas import Replicas
+from slipstream.server.engine_link.visible_gpus import visible_gpus
 from slipstream.weights.shards import check_ranks
 
 logger = logging.getLogger(__name__)
@@ -59,14 +61,10 @@ class EnginePool:
 
     def create(self, model: EngineModel) -> PooledEngine:
         settings = replace(model.settings, **self._settings)
-        wanted = model.engine_config.wanted_ranks
-        if settings.ranks is None and wanted > 1:
-            logger.info(
-                "%s was built for %d ranks, which need as many GPUs: 1 rank runs it",
-                model.name,
-                wanted,
-            )
-        client = self._create(model, settings)
+        chosen = choose_ranks(settings, model.engine_config, visible_gpus(settings.device))
+        if settings.ranks is None:
+            explain_ranks(model.name, chosen, model.engine_config.wanted_ranks)
+        client = self._create(model, chosen)
         self.on_create(client)
         return client
 
@@ -97,9 +95,9 @@ class EnginePool:
             longest = max(longest, model.engine_config.build.max_seq_len)
             try:
                 settings = replace(model.settings, **self._settings)
-                check_ranks(
-                    model.engine_config.spec, model.engine_config.quantisation, settings.ranks or 1
-                )
+                config = model.engine_config
+                settings = choose_ranks(settings, config, visible_gpus(settings.device))
+                check_ranks(config.spec, config.quantisation, settings.ranks or 1)
             except ValueError as error:
                 raise ValueError(f"{model.name}: {error}") from error
         wanted = self._settings.get("max_sequence_tokens")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-GPU_DEVICE = Path("/dev/nvidiactl")  # exists where there is a driver for GPUs
 CGROUPS = Path("/sys/fs/cgroup")
 # several front ends pay from this many cores on
 LEAST_CORES = 8
@@ -23,21 +20,6 @@ def choose_count(on_gpu: bool, cores: float) -> int:
     if not on_gpu or cores < LEAST_CORES:
         return 1
     return min(MOST_CHOSEN, int(cores) // CORES_PER_FRONTEND)
-
-
-def runs_on_gpu(
-    device: str, environment: Mapping[str, str] = os.environ, driver: Path = GPU_DEVICE
-) -> bool:
-    """Return whether engines with this setting probably run on a GPU, without loading torch."""
-    if device != "auto":
-        return device == "cuda"
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "0").strip()
-    if visible in ("", "-1") or not driver.exists():
-        return False
-    try:
-        return not importlib.metadata.version("torch").endswith("+cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def usable_cores(cgroups: Path = CGROUPS) -> float:

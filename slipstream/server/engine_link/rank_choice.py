@@ -1,0 +1,42 @@
+"""Decides how many ranks run an engine where the settings do not say. No torch here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from slipstream.engine.settings import EngineSettings
+from slipstream.weights.engine_config import EngineConfig
+from slipstream.weights.shards import possible_ranks
+
+logger = logging.getLogger(__name__)
+
+
+def choose_ranks(settings: EngineSettings, config: EngineConfig, gpus: int) -> EngineSettings:
+    """Return the settings with a number of ranks: the given one, one for each GPU that the
+    repository lists, or at most as many as the engine was built for, as GPUs are there and as the
+    model can be divided among.
+
+    gpus: GPUs that the engine may use; 0: it runs on a CPU, where it has one rank unless told
+    """
+    if settings.ranks is not None:
+        return settings
+    if not gpus:
+        return replace(settings, ranks=1, devices=())
+    if settings.devices:
+        return replace(settings, ranks=len(settings.devices) // settings.replicas)
+    most = min(config.wanted_ranks, gpus // settings.replicas)
+    return replace(settings, ranks=possible_ranks(config.spec, config.quantisation, most))
+
+
+def explain_ranks(name: str, settings: EngineSettings, wanted: int) -> None:
+    """Say why an engine has another number of ranks than it was built for."""
+    ranks = settings.ranks or 1
+    if wanted not in (1, ranks):
+        logger.info(
+            "%s was built for %d ranks, which need as many GPUs: it runs with %d %s",
+            name,
+            wanted,
+            ranks,
+            "rank" if ranks == 1 else "ranks",
+        )
