@@ -20,6 +20,10 @@ REPLICAS_HELP = (
     "Run this many engines of each engine model, and send each request to the one that has its "
     "prefix in the KV cache (default: the count of instance_group in config.pbtxt)"
 )
+RANKS_HELP = (
+    "Run each engine as this many processes, each with a part of the weights, one per GPU "
+    "(default: as many as the engine was built for, if there are as many GPUs; 1 on a CPU)"
+)
 FRONTENDS_HELP = (
     "Number of server processes that share the ports and the engines; auto: 1 on a CPU or with "
     "fewer than 8 cores, else a quarter of the cores, at most 8"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from slipstream.cli.arguments import (
+    RANKS_HELP,
     REPLICAS_HELP,
     ArgumentContainer,
     Parser,
@@ -88,8 +89,7 @@ def _add_devices(group: ArgumentContainer) -> None:
         dest="ranks",
         type=at_least(1, int),
         metavar="N",
-        help="Run each engine as this many processes, each with a part of the weights, on a CPU "
-        "(default: 1).",
+        help=f"{RANKS_HELP}.",
     )
 
 

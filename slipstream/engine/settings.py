@@ -49,6 +49,8 @@ class EngineSettings:
     threads: int | None = None
     # processes that compute the model together, each with a part of its weights; None: one
     ranks: int | None = None
+    # ranks that a launcher such as mpirun asks for, if there are as many GPUs; None: as built
+    wanted_ranks: int | None = None
     max_beam_width: int | None = None  # of one request; None: as many as rows, at most 64
     # attention windows of the layers, repeated from the first; empty: the model's own
     attention_windows: Sequence[int] = ()

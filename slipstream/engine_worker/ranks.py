@@ -58,11 +58,13 @@ def connect(
     return TorchRanks(find_failure=find_failure, batch_invariant=settings.deterministic)
 
 
-def disconnect() -> None:
-    """Leave the group, so that this process can enter another one."""
+def disconnect(settings: EngineSettings) -> None:
+    """Leave the group, so that this process can enter another one. With GPUs the process stays in
+    it: NCCL would wait for captured graphs that the caller may still hold.
+    """
     import torch.distributed as dist
 
-    if dist.is_initialized():
+    if dist.is_initialized() and cpu_probe.runs_on_cpu(settings):
         dist.destroy_process_group()
 
 
@@ -106,13 +108,13 @@ def start_own_ranks(engine_folder: str, settings: EngineSettings) -> EngineLoop:
         )
     except BaseException:
         followers.kill()
-        disconnect()
+        disconnect(settings)
         raise
     followers.remove_files()
 
     def end_followers() -> None:
         followers.close()
-        disconnect()
+        disconnect(settings)
 
     loop.on_close = end_followers
     return loop

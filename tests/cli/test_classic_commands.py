@@ -15,6 +15,7 @@ from tiny_hf_folder import save_model
 from slipstream.cli.commands import COMMANDS, run_command
 from slipstream.cli.compat import launch
 from slipstream.cli.progress import ProgressLines
+from slipstream.server.engine_link.launched import Launched, find_launch
 from slipstream.weights.engine_config import BuildLimits, read_engine_config
 from slipstream.weights.flags import BUILD_FLAGS, CONVERT_FLAGS, Flag
 
@@ -354,6 +355,11 @@ def test_launch_passes_on_the_number_of_ranks(
     words = [f"--model_repo={tmp_path}", "--tritonserver", "/bin/true", *given]
     command = launch.server_command(launch.create_parser().parse(words))
     assert [word for word in command if word.startswith("--ranks")] == passed_on
+
+
+def test_launch_tells_the_server_the_world_size(tmp_path: Path) -> None:
+    given = launch.create_parser().parse([f"--model_repo={tmp_path}", "--world_size=4"])
+    assert find_launch(launch._environment(given)) == Launched("slipstream launch", 0, 4, 4)
 
 
 def test_only_a_running_tritonserver_counts_as_busy(tmp_path: Path) -> None:

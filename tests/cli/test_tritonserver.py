@@ -30,6 +30,7 @@ from tritonclient.utils import InferenceServerException
 from slipstream.cli.commands import run_command
 from slipstream.cli.compat import tritonserver
 from slipstream.cli.compat.tritonserver_flags import FLAGS, FlagError, parse_flags
+from slipstream.server.engine_link.launched import RANK_VARIABLES
 from slipstream.server.grpc.options import GrpcOptions
 from slipstream.server.tracing.export_settings import ExportSettings
 
@@ -260,8 +261,8 @@ def test_a_rank_other_than_0_waits_and_starts_no_engine(serve: Callable[..., Tri
     (line,) = server.lines
     assert line.startswith("I")
     assert line.endswith(
-        "] rank 1 serves nothing and waits for a signal to end: rank 0 is the server, "
-        "and it starts its engines itself"
+        "] rank 1 of 2 from mpirun serves nothing and waits for a signal to end: rank 0 is the "
+        "server, and it starts the ranks of its engines itself"
     )
 
 
@@ -451,7 +452,7 @@ def test_a_wrong_flag_is_one_error_line(flags: list[str], text: str) -> None:
 def test_an_impossible_setting_exits_with_code_1(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in tritonserver.RANK_VARIABLES:
+    for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert tritonserver.run(flags) == 1
     error = capsys.readouterr().err
@@ -749,9 +750,3 @@ def test_help_lists_every_flag(option: str, capsys: pytest.CaptureFixture[str]) 
     assert tritonserver.run([option]) == 0
     printed = capsys.readouterr().out
     assert all(f"--{name} " in printed for name in FLAGS)
-
-
-def test_the_rank_is_read_from_mpi_and_slurm_variables() -> None:
-    assert tritonserver.rank({}) == 0
-    assert tritonserver.rank({"SLURM_PROCID": "3"}) == 3
-    assert tritonserver.rank({"OMPI_COMM_WORLD_RANK": "1", "SLURM_PROCID": "0"}) == 1

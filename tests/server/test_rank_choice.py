@@ -35,6 +35,9 @@ class Config:
         ({"devices": (0, 1, 2, 3), "replicas": 2}, 1, 4, 2),
         ({"replicas": 2}, 4, 4, 2),
         ({"replicas": 8}, 4, 4, 1),
+        ({"wanted_ranks": 2}, 4, 4, 2),  # a launcher
+        ({"wanted_ranks": 8}, 1, 4, 4),
+        ({"wanted_ranks": 8}, 1, 0, 1),
     ],
 )
 def test_ranks_come_from_settings_then_gpus_of_the_repository_then_the_build(
@@ -45,10 +48,12 @@ def test_ranks_come_from_settings_then_gpus_of_the_repository_then_the_build(
 
 def test_another_number_than_that_of_the_build_is_explained(caplog):
     caplog.set_level(logging.INFO)
-    explain_ranks("tensorrt_llm", EngineSettings(ranks=1), 1)
-    explain_ranks("tensorrt_llm", EngineSettings(ranks=4), 4)
+    explain_ranks("tensorrt_llm", EngineSettings(ranks=1), Config(1))
+    explain_ranks("tensorrt_llm", EngineSettings(ranks=4), Config(4))
     assert not caplog.messages
-    explain_ranks("tensorrt_llm", EngineSettings(ranks=2), 4)
+    explain_ranks("tensorrt_llm", EngineSettings(ranks=2), Config(4))
+    explain_ranks("tensorrt_llm", EngineSettings(ranks=1, wanted_ranks=8), Config(1))
     assert caplog.messages == [
-        "tensorrt_llm was built for 4 ranks, which need as many GPUs: it runs with 2 ranks"
+        "tensorrt_llm was built for 4 ranks, which need as many GPUs: it runs with 2 ranks",
+        "tensorrt_llm was started for 8 ranks, which need as many GPUs: it runs with 1 rank",
     ]

@@ -278,7 +278,9 @@ def main() -> None:
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
     ranks.meet()  # no rank leaves while another one still needs it
-    disconnect()
+    if device == "cuda":
+        os._exit(0)  # as an engine process: NCCL would wait for captured graphs
+    disconnect(settings_of(KINDS["greedy"], size, device))
 
 
 if __name__ == "__main__":

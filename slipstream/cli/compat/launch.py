@@ -12,12 +12,14 @@ from pathlib import Path
 from slipstream.cli.arguments import (
     FRONTENDS_HELP,
     NO_EFFECT,
+    RANKS_HELP,
     REPLICAS_HELP,
     CommandError,
     Parser,
     at_least,
     frontend_count,
 )
+from slipstream.server.engine_link.launched import WORLD_SIZE_VARIABLE
 
 _PROGRAM = "tritonserver"
 
@@ -69,12 +71,14 @@ def _add_server_options(parser: Parser) -> None:
         help=f"{FRONTENDS_HELP} (default: auto).",
     )
     parser.add_argument("--replicas", type=at_least(1, int), metavar="N", help=f"{REPLICAS_HELP}.")
+    parser.add_argument("--ranks", type=at_least(1, int), metavar="N", help=f"{RANKS_HELP}.")
     parser.add_argument(
-        "--ranks",
-        type=at_least(1, int),
-        metavar="N",
-        help="Run each engine as this many processes, each with a part of the weights, on a CPU "
-        "(default: 1).",
+        "--world_size",
+        type=int,
+        default=1,
+        metavar="RANKS",
+        help="Run engines with up to this many ranks, if there are as many GPUs. One server is "
+        "started, which starts the ranks itself.",
     )
     parser.add_argument(
         "--multi-model",
@@ -92,13 +96,6 @@ def _add_server_options(parser: Parser) -> None:
 
 def _add_ignored(parser: Parser) -> None:
     ignored = parser.no_effect_group()
-    ignored.add_argument(
-        "--world_size",
-        type=int,
-        default=1,
-        metavar="RANKS",
-        help="One server is started, and its engines have one rank unless --ranks says more.",
-    )
     ignored.add_argument(
         "--tensorrt_llm_model_name", default="tensorrt_llm", help="Ranks are not started by name."
     )
@@ -197,7 +194,7 @@ def busy_servers(processes: Path = Path("/proc")) -> list[int]:
 
 def _environment(given: Namespace) -> dict[str, str]:
     if not given.multi_model:
-        return {}
+        return {WORLD_SIZE_VARIABLE: str(given.world_size)}
     if given.world_size > 1:
         raise CommandError("--multi-model and --world_size over 1 exclude each other")
     return {
@@ -211,7 +208,7 @@ def _check_ranks(given: Namespace) -> None:
         raise CommandError(f"--world_size must be at least 1, not {given.world_size}")
     if given.world_size > 1:
         print(
-            f"[INFO] --world_size {given.world_size}: one server is started, which starts its "
-            f"engines itself, with {given.ranks or 1} rank{'s' * ((given.ranks or 1) > 1)} each",
+            f"[INFO] --world_size {given.world_size}: one server is started, which starts the "
+            "ranks of its engines itself",
             flush=True,
         )

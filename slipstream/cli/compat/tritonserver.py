@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import re
 import signal
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from slipstream.cli.compat.tritonserver_settings import (
     trace_settings,
 )
 from slipstream.cli.log import log
+from slipstream.server.engine_link.launched import Launched, find_launch
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.formats import FORMATS
 from slipstream.server.log.output import HANDLER, configure_log
@@ -37,7 +37,6 @@ logger = logging.getLogger("slipstream.cli.compat.tritonserver")
 
 PROCESS_NAME = b"tritonserver"
 _PR_SET_NAME = 15
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 MODES = ("none", "poll", "explicit")
 _API_FLAGS = {
     "allow-sagemaker": "SageMaker",
@@ -91,10 +90,11 @@ def _run(given: FlagValues) -> int:
         raise FlagError(f"--log-format must be one of {known}, not '{given['log-format']}'")
     configure_log(format=given["log-format"])
     _check(given)
-    if rank() != 0:
-        return wait_for_signal(rank())
+    launched = find_launch()
+    if launched.rank != 0:
+        return wait_for_signal(launched)
     with capture_output():
-        return _serve(given)
+        return _serve(given, launched)
 
 
 def name_process() -> None:
@@ -103,22 +103,15 @@ def name_process() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, PROCESS_NAME, 0, 0, 0)
 
 
-def rank(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the rank of this process among those that a launcher such as mpirun started."""
-    for name in RANK_VARIABLES:
-        value = environment.get(name, "")
-        if value.isdigit():
-            return int(value)
-    return 0
-
-
-def wait_for_signal(own_rank: int) -> int:
+def wait_for_signal(launched: Launched) -> int:
     """Wait for a signal, as a rank other than 0. Rank 0 serves and starts its engines itself."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     logger.info(
-        "rank %d serves nothing and waits for a signal to end: rank 0 is the server, and it starts "
-        "its engines itself",
-        own_rank,
+        "rank %d of %d from %s serves nothing and waits for a signal to end: rank 0 is the server, "
+        "and it starts the ranks of its engines itself",
+        launched.rank,
+        launched.size,
+        launched.launcher,
     )
     signal.sigwait({signal.SIGINT, signal.SIGTERM})
     return 0
@@ -137,10 +130,10 @@ def _check(given: FlagValues) -> None:
             raise FlagError(f"--{flag} is not supported: this server has no {what}")
 
 
-def _serve(given: FlagValues) -> int:
+def _serve(given: FlagValues, launched: Launched) -> int:
     from slipstream.server.lifecycle import ModelsFailed, StartFailed, run_server
 
-    options = server_options(given)
+    options = server_options(given, launched)
     try:
         configure_log(
             file=given["log-file"],
@@ -156,6 +149,14 @@ def _serve(given: FlagValues) -> int:
     if given.ignored:
         names = ", ".join(f"--{name}" for name in given.ignored)
         logger.info("accepted for compatibility, without effect: %s", names)
+    if launched.elsewhere > 0:
+        logger.warning(
+            "%s started %d of %d ranks on other machines, which are not used: the ranks of an "
+            "engine run on one machine",
+            launched.launcher,
+            launched.elsewhere,
+            launched.size,
+        )
     try:
         return run_server(options)
     except ModelsFailed as error:
@@ -168,7 +169,7 @@ def _serve(given: FlagValues) -> int:
     return 1
 
 
-def server_options(given: FlagValues) -> Any:
+def server_options(given: FlagValues, launched: Launched = Launched()) -> Any:
     from slipstream.server.options import Port, ServerOptions
 
     tracing = trace_settings(given)
@@ -186,7 +187,7 @@ def server_options(given: FlagValues) -> Any:
         load_models=tuple(given["load-model"]),
         poll_seconds=max(1.0, given["repository-poll-secs"]),
         frontends=_frontends(given["frontends"]),
-        engine_settings=_engine_settings(given["replicas"], given["ranks"]),
+        engine_settings=_engine_settings(given["replicas"], given["ranks"], launched),
         strict_readiness=given["strict-readiness"],
         exit_on_error=given["exit-on-error"],
         exit_timeout_seconds=given["exit-timeout-secs"],
@@ -215,13 +216,15 @@ def _frontends(text: str) -> int:
         raise FlagError(f"--frontends {error}") from error
 
 
-def _engine_settings(replicas: int | None, ranks: int | None) -> dict[str, Any]:
+def _engine_settings(replicas: int | None, ranks: int | None, launched: Launched) -> dict[str, Any]:
     settings = {}
     for name, value in (("replicas", replicas), ("ranks", ranks)):
         if value is not None:
             if value < 1:
                 raise FlagError(f"--{name} must be at least 1, not {value}")
             settings[name] = value
+    if ranks is None and launched.size > 1:
+        settings["wanted_ranks"] = launched.local_size
     return settings
 
 

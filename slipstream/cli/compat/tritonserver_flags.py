@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-from slipstream.cli.arguments import FRONTENDS_HELP, REPLICAS_HELP, Parser
+from slipstream.cli.arguments import FRONTENDS_HELP, RANKS_HELP, REPLICAS_HELP, Parser
 
 Kind = Literal["text", "integer", "number", "boolean"]
 _TRUE = ("true", "1", "on", "yes")
@@ -79,11 +79,7 @@ _GENERAL = {
     "allow-python-models": _boolean(False, "Run the model.py files of the repository."),
     "frontends": _text("auto", f"{FRONTENDS_HELP}."),
     "replicas": Flag("integer", None, f"{REPLICAS_HELP}."),
-    "ranks": Flag(
-        "integer",
-        None,
-        "Run each engine as this many processes, each with a part of the weights, on a CPU.",
-    ),
+    "ranks": Flag("integer", None, f"{RANKS_HELP}."),
 }
 _HTTP = {
     "allow-http": _boolean(True, "Serve HTTP."),

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.cli.arguments import Parser
-from slipstream.cli.compat.tritonserver import RANK_VARIABLES, rank
 from slipstream.cli.doctor.machine import ask_torch, disks, gpus, processor, system, versions
 from slipstream.cli.doctor.ports import ports
 from slipstream.cli.doctor.report import Finding, Report, Section, hide_in_variable, hider, is_proxy
 from slipstream.cli.list_models import DEFAULT_REPOSITORY
 from slipstream.repository.check import check_repository
+from slipstream.server.engine_link.launched import LAUNCHERS, RANK_VARIABLES, find_launch
 from slipstream.weights.home import expand_home
 
 _VARIABLES = frozenset(
@@ -109,10 +109,12 @@ def variables(environment: Mapping[str, str]) -> Section:
     known = sorted((name, value) for name, value in environment.items() if _matters(name))
     facts = {name: hide_in_variable(name, " ".join(value.split())) for name, value in known}
     findings = []
-    if rank(environment) != 0:
-        name = next(name for name in RANK_VARIABLES if environment.get(name, "").isdigit())
+    launched = find_launch(environment)
+    if launched.rank != 0:
+        name = next(found.rank for found in LAUNCHERS if found.name == launched.launcher)
         what = f"{name} is {environment[name]}: tritonserver only waits, as a rank other than 0"
-        findings.append(Finding(what, f"unset {name} outside of mpirun or Slurm", blocks=False))
+        remedy = f"unset {name} outside of {launched.launcher}"
+        findings.append(Finding(what, remedy, blocks=False))
     return Section("environment", facts, findings)
 
 

@@ -63,7 +63,7 @@ class EnginePool:
         settings = replace(model.settings, **self._settings)
         chosen = choose_ranks(settings, model.engine_config, visible_gpus(settings.device))
         if settings.ranks is None:
-            explain_ranks(model.name, chosen, model.engine_config.wanted_ranks)
+            explain_ranks(model.name, chosen, model.engine_config)
         client = self._create(model, chosen)
         self.on_create(client)
         return client

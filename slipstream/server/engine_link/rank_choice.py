@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 def choose_ranks(settings: EngineSettings, config: EngineConfig, gpus: int) -> EngineSettings:
     """Return the settings with a number of ranks: the given one, one for each GPU that the
-    repository lists, or at most as many as the engine was built for, as GPUs are there and as the
-    model can be divided among.
+    repository lists, or at most as many as were asked for, as GPUs are there and as the model can
+    be divided among.
 
     gpus: GPUs that the engine may use; 0: it runs on a CPU, where it has one rank unless told
     """
@@ -25,17 +25,25 @@ def choose_ranks(settings: EngineSettings, config: EngineConfig, gpus: int) -> E
         return replace(settings, ranks=1, devices=())
     if settings.devices:
         return replace(settings, ranks=len(settings.devices) // settings.replicas)
-    most = min(config.wanted_ranks, gpus // settings.replicas)
+    most = min(wanted_ranks(settings, config), gpus // settings.replicas)
     return replace(settings, ranks=possible_ranks(config.spec, config.quantisation, most))
 
 
-def explain_ranks(name: str, settings: EngineSettings, wanted: int) -> None:
-    """Say why an engine has another number of ranks than it was built for."""
+def wanted_ranks(settings: EngineSettings, config: EngineConfig) -> int:
+    """Return the ranks that a launcher asks for, or that the engine was built for."""
+    return settings.wanted_ranks or config.wanted_ranks
+
+
+def explain_ranks(name: str, settings: EngineSettings, config: EngineConfig) -> None:
+    """Say why an engine has another number of ranks than was asked for."""
+    wanted = wanted_ranks(settings, config)
     ranks = settings.ranks or 1
     if wanted not in (1, ranks):
+        asked = "was started for" if settings.wanted_ranks else "was built for"
         logger.info(
-            "%s was built for %d ranks, which need as many GPUs: it runs with %d %s",
+            "%s %s %d ranks, which need as many GPUs: it runs with %d %s",
             name,
+            asked,
             wanted,
             ranks,
             "rank" if ranks == 1 else "ranks",

@@ -1,0 +1,74 @@
+"""The place of this process among those that a launcher started: mpirun, srun, torchrun, or
+`slipstream launch --world_size`. No torch here.
+
+Rank 0 is the server. It starts the ranks of its engines itself, on its own machine, at most as many
+as the launcher started there. The other processes of the launcher wait.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# set by `slipstream launch` for the server that it starts
+WORLD_SIZE_VARIABLE = "SLIPSTREAM_WORLD_SIZE"
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The variables by which a launcher tells its processes where they are."""
+
+    name: str
+    rank: str
+    size: str
+    # number of processes on this machine; of Slurm, a list such as "4(x2)"
+    local_size: str = ""
+    # set by other programs, too, unless this one is set as well
+    also: str = ""
+
+
+# The first one that is set counts: mpirun inside of sbatch sets Slurm's variables, too.
+LAUNCHERS = (
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", also="LOCAL_RANK"),
+    Launcher(
+        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    ),
+    # A batch script outside of srun has SLURM_PROCID and SLURM_NTASKS, but no step.
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+    Launcher("PMIx", "PMIX_RANK", "PMIX_SIZE"),
+    Launcher("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+RANK_VARIABLES = tuple(launcher.rank for launcher in LAUNCHERS if not launcher.also)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """One process of a launcher."""
+
+    launcher: str = ""  # empty: none started this process
+    rank: int = 0
+    size: int = 1
+    local_size: int = 1  # processes on this machine
+
+    @property
+    def elsewhere(self) -> int:
+        """The number of processes on other machines."""
+        return self.size - self.local_size
+
+
+def find_launch(environment: Mapping[str, str] = os.environ) -> Launched:
+    """Return where this process is."""
+    for launcher in LAUNCHERS:
+        rank = _number(environment.get(launcher.rank))
+        if rank is None or (launcher.also and launcher.also not in environment):
+            continue
+        size = max(_number(environment.get(launcher.size)) or 1, rank + 1)
+        local = _number(environment.get(launcher.local_size, "").partition("(")[0].split(",")[0])
+        return Launched(launcher.name, rank, size, min(local or size, size))
+    size = _number(environment.get(WORLD_SIZE_VARIABLE)) or 1
+    return Launched("slipstream launch" if size > 1 else "", 0, size, size)
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isascii() and text.isdecimal() else None

@@ -1,0 +1,45 @@
+"""The place of a process among those of a launcher."""
+
+import pytest
+
+from slipstream.server.engine_link.launched import Launched, find_launch
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Launched()),
+        (OPEN_MPI, Launched("mpirun", 1, 4, 2)),
+        (SLURM, Launched("srun", 3, 16, 8)),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4,2"}, Launched("srun", 3, 16, 4)),
+        (TORCHRUN, Launched("torchrun", 0, 2, 2)),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, Launched()),  # not torchrun's
+        ({**SLURM, **OPEN_MPI}, Launched("mpirun", 1, 4, 2)),  # mpirun inside of sbatch
+        ({"PMIX_RANK": "2"}, Launched("PMIx", 2, 3, 3)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launched("MPI", 1, 2, 2)),
+        # a batch script without srun
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Launched("srun", 0, 1, 1)),
+        ({"SLIPSTREAM_WORLD_SIZE": "4"}, Launched("slipstream launch", 0, 4, 4)),
+        ({"SLIPSTREAM_WORLD_SIZE": "many"}, Launched()),
+        ({"OMPI_COMM_WORLD_RANK": "-1"}, Launched()),
+    ],
+)
+def test_the_place_is_read_from_the_variables_of_the_launcher(environment, expected):
+    assert find_launch(environment) == expected
+
+
+def test_ranks_on_other_machines_are_counted():
+    assert find_launch(SLURM).elsewhere == 8
+    assert find_launch(TORCHRUN).elsewhere == 0
