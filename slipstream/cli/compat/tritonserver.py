@@ -223,7 +223,7 @@ def _engine_settings(replicas: int | None, ranks: int | None, launched: Launched
             if value < 1:
                 raise FlagError(f"--{name} must be at least 1, not {value}")
             settings[name] = value
-    if ranks is None and launched.size > 1:
+    if ranks is None and launched.local_size > 1:
         settings["wanted_ranks"] = launched.local_size
     return settings
 

@@ -1,5 +1,5 @@
-"""The place of this process among those that a launcher started: mpirun, srun, torchrun, or
-`slipstream launch --world_size`. No torch here.
+"""The place of this process among those that a launcher started: mpirun, srun, torchrun, a
+LeaderWorkerSet of Kubernetes, or `slipstream launch --world_size`. No torch here.
 
 Rank 0 is the server. It starts the ranks of its engines itself, on its own machine, at most as many
 as the launcher started there. The other processes of the launcher wait.
@@ -24,8 +24,8 @@ class Launcher:
     size: str
     # number of processes on this machine; of Slurm, a list such as "4(x2)"
     local_size: str = ""
-    # set by other programs, too, unless this one is set as well
-    also: str = ""
+    also: str = ""  # must be set, too: other programs set the first ones
+    one_per_machine: bool = False
 
 
 # The first one that is set counts: mpirun inside of sbatch sets Slurm's variables, too.
@@ -38,6 +38,7 @@ LAUNCHERS = (
     Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
     Launcher("PMIx", "PMIX_RANK", "PMIX_SIZE"),
     Launcher("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    Launcher("LeaderWorkerSet", "LWS_WORKER_INDEX", "LWS_GROUP_SIZE", one_per_machine=True),
 )
 RANK_VARIABLES = tuple(launcher.rank for launcher in LAUNCHERS if not launcher.also)
 
@@ -65,7 +66,8 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launched:
             continue
         size = max(_number(environment.get(launcher.size)) or 1, rank + 1)
         local = _number(environment.get(launcher.local_size, "").partition("(")[0].split(",")[0])
-        return Launched(launcher.name, rank, size, min(local or size, size))
+        local = 1 if launcher.one_per_machine else local or size
+        return Launched(launcher.name, rank, size, min(local, size))
     size = _number(environment.get(WORLD_SIZE_VARIABLE)) or 1
     return Launched("slipstream launch" if size > 1 else "", 0, size, size)
 
