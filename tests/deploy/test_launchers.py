@@ -297,3 +297,9 @@ def test_a_batch_script_is_cancelled_without_remains(slurm, repository, expected
     assert httpx.post(url, json=body, timeout=60).json()["text_output"] == expected
     subprocess.run(["scancel", job], env=slurm, check=True)
     wait_for(lambda: not processes_of(repository), 60)
+
+    def is_gone() -> bool:
+        queue = subprocess.run(["squeue", "-h"], env=slurm, capture_output=True, text=True)
+        return queue.returncode == 0 and not queue.stdout.strip()
+
+    wait_for(is_gone, 60)
