@@ -13,6 +13,9 @@ SHAPES = {
     "llama3-8b": ModelSpec(
         "LlamaForCausalLM", 128256, 4096, 32, 32, 8, 128, 14336, 8192, rope_theta=500000.0
     ),
+    "llama3-70b": ModelSpec(
+        "LlamaForCausalLM", 128256, 8192, 80, 64, 8, 128, 28672, 8192, rope_theta=500000.0
+    ),
     "llama2-7b": ModelSpec("LlamaForCausalLM", 32000, 4096, 32, 32, 32, 128, 11008, 4096),
     "qwen3-0.6b": ModelSpec(
         "Qwen3ForCausalLM",

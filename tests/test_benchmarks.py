@@ -184,3 +184,16 @@ def test_the_engine_benchmark_prints_sampling_beside_greedy_in_the_same_run():
     greedy = float(rows[0][2])
     for row in rows:
         assert float(row[4]) == pytest.approx(float(row[2]) / greedy, abs=0.002)
+
+
+def test_the_benchmark_of_ranks_runs_the_part_of_one_rank():
+    options = ["--device", "cpu", "--shape", "tiny", "--ranks", "1,2,3"]
+    command = [sys.executable, str(BENCHMARKS / "ranks.py"), *options]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    _, *lines = printed.splitlines()
+    rows = [line.split() for line in lines]
+    assert [row[:3] for row in rows[:-1]] == [
+        ["tiny", ranks, count] for ranks in "12" for count in ("1", "8", "32", "128")
+    ]
+    assert all(float(row[3]) > 0 for row in rows[:-1])
+    assert "tp_size 3 does not divide this model: it has 4 heads" in lines[-1]

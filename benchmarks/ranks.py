@@ -1,0 +1,160 @@
+"""What one rank of several computes in a step, compared with the hardware's limit.
+
+    python benchmarks/ranks.py --shape llama3-8b --ranks 1,2,4,8
+    python benchmarks/ranks.py --shape llama3-70b --ranks 2,4,8
+    python benchmarks/ranks.py --device cpu --shape tiny --ranks 1,2    # seconds, on any machine
+
+One process runs the part of the model that one rank has, with random weights and without the other
+ranks: sums over ranks and the exchange of logits take no time here. So a row is a lower limit of
+the time of a step with as many GPUs, not a measurement of them. The tokens mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without an installed package
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from gpu import Bench, limit_seconds, synchronize
+from random_models import SHAPES, random_tensors
+from workloads import Workload
+
+from slipstream.engine.loop import EngineLoop
+from slipstream.engine.ranks.orders import Order, RowDigests
+from slipstream.engine.settings import EngineSettings
+from slipstream.engine.start import RankGroup, create_engine
+from slipstream.kernels.inputs import Input
+from slipstream.kernels.normalisation import Norm
+from slipstream.kernels.ranks import ALONE, AddNorm
+from slipstream.model.spec import ModelSpec
+from slipstream.weights.parameters import Quantisation
+from slipstream.weights.shards import check_ranks, rank_spec
+
+_SEQUENCE_TOKENS = 2304
+_ROWS = (1, 8, 32, 128)
+_OUTPUT_TOKENS = 64
+
+
+class SilentRanks:
+    """Rank 0 of several, which hears nothing of the others."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def sum(self, y: torch.Tensor) -> torch.Tensor:
+        return y
+
+    def sum_add_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor, norm: Norm, add_norm: AddNorm
+    ) -> Input:
+        return add_norm(hidden, delta, norm)
+
+    def join(
+        self, part: torch.Tensor, each: int, width: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out is None:
+            out = part.new_zeros((len(part), width))
+        out[:, : part.shape[1]] = part
+        return out
+
+    def likeliest(self, part: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return ALONE.likeliest(part, first)
+
+    def least(self, number: int) -> int:
+        return number
+
+    def meet(self, description: str = "") -> None:
+        return None
+
+
+class NoFollowers:
+    """The other ranks, which do not exist."""
+
+    def send(self, order: Order, follower: int | None = None) -> None:
+        return None
+
+    def receive_digests(self) -> list[RowDigests]:
+        return []
+
+    def close(self) -> None:
+        return None
+
+
+def start_rank(whole: ModelSpec, ranks: int, device: str) -> EngineLoop:
+    """Start the engine of one rank."""
+    check_ranks(whole, Quantisation(), ranks)
+    spec = rank_spec(whole, ranks)
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    tensors = random_tensors(spec, device=device, dtype=dtype)
+    if not spec.tied_embeddings:
+        rows = len(whole.vocabulary_of(0, ranks))
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:rows].clone()
+    settings = EngineSettings(
+        dtype=dtype, device=device, max_rows=max(_ROWS), max_sequence_tokens=_SEQUENCE_TOKENS
+    )
+    group = None
+    if ranks > 1:
+        group = RankGroup(SilentRanks(ranks), whole, NoFollowers())
+    return create_engine(spec, tensors, settings, _SEQUENCE_TOKENS, group=group)
+
+
+def limit_spec(whole: ModelSpec, ranks: int) -> ModelSpec:
+    """Return the spec by which the limit of one rank is computed: with its part of the head."""
+    return replace(rank_spec(whole, ranks), vocab_size=len(whole.vocabulary_of(0, ranks)))
+
+
+def measure(shape: str, ranks: int, device: str) -> None:
+    whole = SHAPES[shape]
+    began = time.perf_counter()
+    loop = start_rank(whole, ranks, device)
+    ready = time.perf_counter() - began
+    bench = Bench(loop, whole)
+    limited = limit_spec(whole, ranks)
+    for rows in _ROWS:
+        work = Workload(f"{rows} rows", rows, "tok/s", (200, 0), (_OUTPUT_TOKENS, 0))
+        found = bench.measure(work)
+        steps = len(found.plans)
+        limit = sum(limit_seconds(limited, plan, 2) for plan in found.plans)
+        share = f"{limit / found.seconds:.0%}" if device == "cuda" else "-"
+        print(
+            f"{shape:12} {ranks:5} {rows:5} {found.seconds / steps * 1e3:9.3f} "
+            f"{limit / steps * 1e3:9.3f} {share:>8} {loop.info.weight_bytes / 2**30:8.1f} "
+            f"{ready:6.1f}",
+            flush=True,
+        )
+    synchronize(loop)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b", help="shape of the model")
+    parser.add_argument("--ranks", default="1,2,4,8", help="numbers of ranks, separated by commas")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="device")
+    options = parser.parse_args()
+    print(
+        f"{'shape':12} {'ranks':>5} {'rows':>5} {'ms/step':>9} {'limit':>9} {'of limit':>8} "
+        f"{'GiB':>8} {'ready':>6}"
+    )
+    for ranks in map(int, options.ranks.split(",")):
+        try:
+            measure(options.shape, ranks, options.device)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            print(f"{options.shape:12} {ranks:5} {str(error).partition(chr(10))[0]}", flush=True)
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
