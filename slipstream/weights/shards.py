@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from slipstream.weights.engine_folder import EngineFolder
 
+_MOST_NAMED = 64  # ranks that a message names
+
 
 def rank_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
     """Return the spec of one rank's part of a model. Hidden size and vocabulary stay whole."""
@@ -46,36 +48,42 @@ def check_ranks(spec: ModelSpec, quantisation: Quantisation, ranks: int) -> None
     """Raise ValueError if a model cannot be divided among this many ranks."""
     if ranks < 1:
         raise ValueError(f"tp_size must be at least 1, not {ranks}")
-    refused = f"tp_size {ranks} does not divide this model"
-    if spec.heads % ranks:
-        raise ValueError(f"{refused}: it has {spec.heads} heads")
-    smaller, larger = sorted((spec.kv_heads, ranks))
-    if larger % smaller:
-        raise ValueError(f"{refused}: it has {spec.kv_heads} KV heads")
-    columns = _split_columns(spec, ranks)
-    for size in columns:
-        if size % ranks:
-            raise ValueError(f"{refused}: it has {size} feed-forward columns")
-    group = quantisation.group_size if quantisation.bits == 4 else 1
-    for size in (spec.q_size, *columns):
-        if size // ranks % group:
-            raise ValueError(
-                f"{refused}: a rank would have {size // ranks} columns of int4 weights, whose "
-                f"groups have {group}; use fewer ranks, or int8"
-            )
-    if not len(spec.vocabulary_of(ranks - 1, ranks)):
-        raise ValueError(f"{refused}: it has a vocabulary of {spec.vocab_size}")
+    if problem := _problem(spec, quantisation, ranks):
+        counts = [n for n in range(1, _MOST_NAMED + 1) if not _problem(spec, quantisation, n)]
+        possible = ", ".join(map(str, counts))
+        raise ValueError(
+            f"tp_size {ranks} does not divide this model: {problem}; possible numbers of ranks: "
+            f"{possible}"
+        )
 
 
 def possible_ranks(spec: ModelSpec, quantisation: Quantisation, most: int) -> int:
     """Return the largest number of ranks, at most `most`, that a model can be divided among."""
-    for ranks in range(most, 1, -1):
-        try:
-            check_ranks(spec, quantisation, ranks)
-        except ValueError:
-            continue
-        return ranks
-    return 1
+    found = (n for n in range(most, 1, -1) if not _problem(spec, quantisation, n))
+    return next(found, 1)
+
+
+def _problem(spec: ModelSpec, quantisation: Quantisation, ranks: int) -> str:
+    """Return why a model cannot be divided among this many ranks; empty: it can."""
+    if spec.heads % ranks:
+        return f"it has {spec.heads} heads"
+    smaller, larger = sorted((spec.kv_heads, ranks))
+    if larger % smaller:
+        return f"it has {spec.kv_heads} KV heads"
+    columns = _split_columns(spec, ranks)
+    for size in columns:
+        if size % ranks:
+            return f"it has {size} feed-forward columns"
+    group = quantisation.group_size if quantisation.bits == 4 else 1
+    for size in (spec.q_size, *columns):
+        if size // ranks % group:
+            return (
+                f"a rank would have {size // ranks} columns of int4 weights, whose groups have "
+                f"{group}"
+            )
+    if not len(spec.vocabulary_of(ranks - 1, ranks)):
+        return f"it has a vocabulary of {spec.vocab_size}"
+    return ""
 
 
 def _split_columns(spec: ModelSpec, ranks: int) -> list[int]:
