@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from slipstream.engine.adapters.store import AdapterStore
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.cache.host_cache import HostCache
 from slipstream.engine.cache.window import Window
+from slipstream.engine.cpu.choice import CpuPath, choose_path
+from slipstream.engine.cpu.model import CpuModel
+from slipstream.engine.cpu.runner import CpuRunner
 from slipstream.engine.loop import EngineLoop, Progress, StepRunner, warm_up
 from slipstream.engine.memory import division
 from slipstream.engine.memory.host import read_host_memory
@@ -34,6 +38,7 @@ from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.step_budget import PromptLimits, PromptSpread, StepBudget
 from slipstream.kernels import packed_cache
+from slipstream.kernels.cpu.objects import Code
 from slipstream.kernels.options import KernelOptions
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.position import rotary_size
@@ -98,6 +103,7 @@ def create_engine(
     most_rows: int | None = None,
     compiler: CompilePool | None = None,
     group: RankGroup | None = None,
+    code_folder: Path | None = None,
 ) -> EngineLoop:
     """Create an engine from weights in memory. `tensors` is emptied. For weights on disk, see
     `weights.load.start_engine`.
@@ -109,12 +115,13 @@ def create_engine(
     fp8_cache: keep keys and values in 8 bits, if the device has instructions for that.
     compiler: processes that compile the kernels of a GPU; None: they compile when first launched.
     group: the other ranks; spec and tensors are then those of this rank, the leading one.
+    code_folder: where compiled code for a CPU is kept; None: it is compiled in memory.
     """
     began = time.monotonic()
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
     ranks = ALONE if group is None else group.ranks
     limits = BuiltLimits(longest_sequence, most_step_tokens, most_rows, fp8_cache)
-    prepared = _prepare(spec, tensors, settings, limits, progress, compiler, ranks)
+    prepared = _prepare(spec, tensors, settings, limits, progress, compiler, ranks, code_folder)
     runner: StepRunner = prepared.runner
     leader: LeadingRunner | None = None
     if group is not None:
@@ -158,15 +165,23 @@ def _prepare(
     progress: Progress,
     compiler: CompilePool | None,
     ranks: Ranks,
+    code_folder: Path | None = None,
 ) -> _Prepared:
     """Create what every rank has: the model, its memory and the warm runner. All ranks choose the
     same sizes.
     """
     sizes = _choose_sizes(settings, limits, ranks)
     ranks.meet(_describe_machine(sizes))
-    model = _create_model(spec, tensors, settings, sizes, limits.fp8_cache, ranks)
+    path = _choose_cpu_path(spec, tensors, settings, sizes, ranks)
+    model = _create_model(spec, tensors, settings, sizes, limits.fp8_cache, ranks, path)
     parts = _divide_memory(model, settings, sizes, limits.rows, ranks)
-    warm = _prepare_runner(model, settings.block_tokens, sizes, parts, progress, compiler, ranks)
+    if isinstance(model, CpuModel):
+        code = path.load(code_folder, progress)
+        warm = _prepare_cpu_runner(model, code, settings, sizes, parts, ranks)
+    else:
+        warm = _prepare_runner(
+            model, settings.block_tokens, sizes, parts, progress, compiler, ranks
+        )
     slots = _add_host_cache(warm.runner, settings, parts.blocks, ranks)
     store, adapter_sizes = create_store(
         spec, settings, parts.rows, sizes.dtype, sizes.device, ranks
@@ -241,6 +256,19 @@ def _choose_sizes(settings: EngineSettings, limits: BuiltLimits, ranks: Ranks) -
     )
 
 
+def _choose_cpu_path(
+    spec: ModelSpec,
+    tensors: dict[str, Tensor],
+    settings: EngineSettings,
+    sizes: EngineSizes,
+    ranks: Ranks,
+) -> CpuPath:
+    """Return whether compiled code runs the model, and why not."""
+    if sizes.device.type != "cpu":
+        return CpuPath(None, "the device is a GPU")
+    return choose_path(spec, tensors, settings.cpu_code, sizes.dtype, ranks.size)
+
+
 def _create_model(
     spec: ModelSpec,
     tensors: dict[str, Tensor],
@@ -248,15 +276,20 @@ def _create_model(
     sizes: EngineSizes,
     fp8_cache: bool,
     ranks: Ranks,
-) -> Transformer:
+    path: CpuPath,
+) -> Transformer | CpuModel:
     fp8_cache = fp8_cache or settings.cache_dtype == "fp8"
     options = settings.kernel_options
     cache_dtype = _cache_dtype(
         spec, sizes.dtype, sizes.device, settings.block_tokens, fp8_cache, options
     )
-    model = Transformer(
-        spec, tensors, sizes.dtype, sizes.device, sizes.longest, cache_dtype, options, ranks
-    )
+    model: Transformer | CpuModel
+    if path.level is not None:
+        model = CpuModel(spec, tensors, sizes.dtype, sizes.longest, options)
+    else:
+        model = Transformer(
+            spec, tensors, sizes.dtype, sizes.device, sizes.longest, cache_dtype, options, ranks
+        )
     # A wider window covers every sequence.
     if min(settings.attention_windows, default=sizes.longest) < sizes.longest:
         model.set_attention_windows(settings.attention_windows, settings.sink_tokens)
@@ -283,7 +316,7 @@ class _WarmRunner(NamedTuple):
 class _Prepared(NamedTuple):
     """What every rank has."""
 
-    model: Transformer
+    model: Transformer | CpuModel
     sizes: EngineSizes
     parts: MemoryParts
     warm: _WarmRunner
@@ -294,6 +327,23 @@ class _Prepared(NamedTuple):
     @property
     def runner(self) -> StepRunner:
         return self.warm.runner
+
+
+def _prepare_cpu_runner(
+    model: CpuModel,
+    code: Code,
+    settings: EngineSettings,
+    sizes: EngineSizes,
+    parts: MemoryParts,
+    ranks: Ranks,
+) -> _WarmRunner:
+    """Create the runner of compiled code and warm it up."""
+    threads = cpu_threads(settings, usable_cores(), ranks.size)
+    runner = CpuRunner(
+        model, code, threads, parts.blocks, settings.block_tokens, parts.rows, sizes.longest
+    )
+    warm_up(runner, model.spec.vocab_size, parts.blocks, sizes.longest)
+    return _WarmRunner(runner)
 
 
 def _prepare_runner(
@@ -419,7 +469,7 @@ def _dtype_name(dtype: str, on_gpu: bool) -> str:
 
 
 def _divide_memory(
-    model: Transformer,
+    model: Transformer | CpuModel,
     settings: EngineSettings,
     sizes: EngineSizes,
     most_rows: int | None,
@@ -436,7 +486,7 @@ def _divide_memory(
         vocab_size=model.spec.vocab_size,
     )
     limits = division.RowLimits(settings.max_rows, most_rows)
-    if model.device.type == "cuda":
+    if isinstance(model, Transformer) and model.device.type == "cuda":
         return _divide_gpu_memory(model, settings, sizes, sequence, limits, ranks)
     host = read_host_memory()
     wanted = division.cache_tokens(settings.cache_tokens, settings.cache_bytes, sequence)
