@@ -22,9 +22,8 @@ from slipstream.engine.adapters.store import AdapterStore
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.cache.host_cache import HostCache
 from slipstream.engine.cache.window import Window
-from slipstream.engine.cpu.choice import CpuPath, choose_path
+from slipstream.engine.cpu.choice import CpuPath, choose_path, create_runner
 from slipstream.engine.cpu.model import CpuModel
-from slipstream.engine.cpu.runner import CpuRunner
 from slipstream.engine.loop import EngineLoop, Progress, StepRunner, warm_up
 from slipstream.engine.memory import division
 from slipstream.engine.memory.host import read_host_memory
@@ -38,7 +37,6 @@ from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.step_budget import PromptLimits, PromptSpread, StepBudget
 from slipstream.kernels import packed_cache
-from slipstream.kernels.cpu.objects import Code
 from slipstream.kernels.options import KernelOptions
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.position import rotary_size
@@ -172,12 +170,13 @@ def _prepare(
     """
     sizes = _choose_sizes(settings, limits, ranks)
     ranks.meet(_describe_machine(sizes))
-    path = _choose_cpu_path(spec, tensors, settings, sizes, ranks)
+    path = choose_path(spec, tensors, settings.cpu_code, sizes.device, sizes.dtype, ranks.size)
     model = _create_model(spec, tensors, settings, sizes, limits.fp8_cache, ranks, path)
     parts = _divide_memory(model, settings, sizes, limits.rows, ranks)
     if isinstance(model, CpuModel):
-        code = path.load(code_folder, progress)
-        warm = _prepare_cpu_runner(model, code, settings, sizes, parts, ranks)
+        threads = cpu_threads(settings, usable_cores(), ranks.size)
+        shape = (parts.blocks, settings.block_tokens, parts.rows, sizes.longest)
+        warm = _WarmRunner(create_runner(model, path, threads, *shape, code_folder, progress))
     else:
         warm = _prepare_runner(
             model, settings.block_tokens, sizes, parts, progress, compiler, ranks
@@ -256,19 +255,6 @@ def _choose_sizes(settings: EngineSettings, limits: BuiltLimits, ranks: Ranks) -
     )
 
 
-def _choose_cpu_path(
-    spec: ModelSpec,
-    tensors: dict[str, Tensor],
-    settings: EngineSettings,
-    sizes: EngineSizes,
-    ranks: Ranks,
-) -> CpuPath:
-    """Return whether compiled code runs the model, and why not."""
-    if sizes.device.type != "cpu":
-        return CpuPath(None, "the device is a GPU")
-    return choose_path(spec, tensors, settings.cpu_code, sizes.dtype, ranks.size)
-
-
 def _create_model(
     spec: ModelSpec,
     tensors: dict[str, Tensor],
@@ -327,23 +313,6 @@ class _Prepared(NamedTuple):
     @property
     def runner(self) -> StepRunner:
         return self.warm.runner
-
-
-def _prepare_cpu_runner(
-    model: CpuModel,
-    code: Code,
-    settings: EngineSettings,
-    sizes: EngineSizes,
-    parts: MemoryParts,
-    ranks: Ranks,
-) -> _WarmRunner:
-    """Create the runner of compiled code and warm it up."""
-    threads = cpu_threads(settings, usable_cores(), ranks.size)
-    runner = CpuRunner(
-        model, code, threads, parts.blocks, settings.block_tokens, parts.rows, sizes.longest
-    )
-    warm_up(runner, model.spec.vocab_size, parts.blocks, sizes.longest)
-    return _WarmRunner(runner)
 
 
 def _prepare_runner(
@@ -486,7 +455,8 @@ def _divide_memory(
         vocab_size=model.spec.vocab_size,
     )
     limits = division.RowLimits(settings.max_rows, most_rows)
-    if isinstance(model, Transformer) and model.device.type == "cuda":
+    if model.device.type == "cuda":
+        assert not isinstance(model, CpuModel)
         return _divide_gpu_memory(model, settings, sizes, sequence, limits, ranks)
     host = read_host_memory()
     wanted = division.cache_tokens(settings.cache_tokens, settings.cache_bytes, sequence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from slipstream.kernels.attention import cache_shape
 from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.cpu.layout import LANES
 from slipstream.kernels.cpu.memory import round_up
 from slipstream.kernels.cpu.operations import Format
 from slipstream.kernels.cpu.pack import Packed, interleave_halves, pack, padded_floats
@@ -186,7 +185,7 @@ class CpuModel:
         found: np.ndarray = taken.numpy()
         return found
 
-    def _score_layer(self) -> object | None:
+    def _score_layer(self) -> Callable[[Tensor], Tensor] | None:
         """Return the output layer of a classifier: [hidden] float32 → [labels]."""
         spec = self.spec
         if not spec.labels:
@@ -226,6 +225,3 @@ class CpuModel:
         """Bytes that a token takes in the cache."""
         elements = 2 * self.spec.layers * self.spec.kv_heads * self.spec.head_size
         return elements * self.cache_dtype.itemsize
-
-
-__all__ = ["LANES", "CpuModel", "LayerWeights", "LinearWeights", "NormWeights"]

@@ -18,8 +18,7 @@ from slipstream.kernels.adapters import AdapterPages, CpuStepAdapters
 from slipstream.kernels.cpu.layout import CHUNK, PART_FLOATS, TILE_LANES
 from slipstream.kernels.cpu.memory import aligned
 from slipstream.kernels.cpu.objects import Code
-from slipstream.kernels.cpu.operations import Context, Format, Likeliest
-from slipstream.kernels.cpu.operations import Rows as RowKind
+from slipstream.kernels.cpu.operations import Context, Format
 from slipstream.kernels.cpu.team import Team
 
 _FIRST_TOKENS = 64  # tokens of a step that there is memory for at first
@@ -287,9 +286,4 @@ class Steps:
 
     def likeliest(self, rows: int) -> LikeliestTokens:
         """Return the likeliest token of the first rows with logits."""
-        return LikeliestTokens(
-            self._buffers.best_tokens[:rows], self._buffers.best_logits[:rows]
-        )
-
-
-__all__ = ["CpuRunner", "Likeliest", "RowKind", "Steps"]
+        return LikeliestTokens(self._buffers.best_tokens[:rows], self._buffers.best_logits[:rows])

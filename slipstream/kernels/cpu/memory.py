@@ -8,7 +8,7 @@ ALIGNMENT = 64
 
 
 def aligned(count: int) -> np.ndarray:
-    """Return zeroed bytes that begin at a multiple of 64; the kernel clears pages when first used."""
+    """Return zeroed bytes that begin at a multiple of 64. A page takes memory once it is used."""
     room = np.zeros(count + ALIGNMENT, dtype=np.uint8)
     start = -room.ctypes.data % ALIGNMENT
     return room[start : start + count]

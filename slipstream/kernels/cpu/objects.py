@@ -2,7 +2,7 @@
 
 An object serves every model. Its file is named after a hash of the source of this folder, the
 instruction level and the version of LLVM, so that a stale file is never loaded. The first line of a
-file is the hash of the rest: a damaged file is compiled anew.
+file is the hash of the rest: a damaged file is compiled again.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def _link(level: Level, data: bytes) -> Code:
     from slipstream.kernels.cpu.compiler.build import link
 
     engine = link(data, level)
-    addresses = [engine.get_function_address(name) for name in ("serve", "launch")]
-    return Code(level, *addresses, engine)
+    serve = engine.get_function_address("serve")
+    return Code(level, serve, engine.get_function_address("launch"), engine)
 
 
 def function_of(address: int) -> Callable[[int], None]:
@@ -104,8 +104,8 @@ def _read(path: Path) -> bytes | None:
     except OSError as error:
         logger.warning("cannot read %s (%s); the CPU kernels are compiled again", path, error)
         return None
-    head, code = data[:_HASH_BYTES], data[_HASH_BYTES:]
-    if hashlib.sha256(code).hexdigest().encode() != head:
+    code = data[_HASH_BYTES:]
+    if hashlib.sha256(code).hexdigest().encode() != data[:_HASH_BYTES]:
         logger.warning("%s is damaged; the CPU kernels are compiled again", path)
         return None
     return code

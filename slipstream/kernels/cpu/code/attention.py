@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from slipstream.kernels.cpu.code.body import Body, load_i32
 from slipstream.kernels.cpu.compiler import vectors as v
-from slipstream.kernels.cpu.compiler.function import Function, Module
+from slipstream.kernels.cpu.compiler.function import Function, Module, Variable
 from slipstream.kernels.cpu.compiler.values import (
     F32,
     I32,
@@ -103,7 +103,7 @@ def _add_products(
     kind: Format,
     query: Value,
     rows: Sequence[Value],
-    totals: Sequence[object],
+    totals: Sequence[Variable],
     half: bool = False,
 ) -> None:
     """Add a vector of the products of each row; half: 16 elements of bfloat16."""
@@ -119,9 +119,9 @@ def _add_products(
     other = load(query)
     for row, total in zip(rows, totals, strict=True):
         if kind is Format.F32:
-            total.set(v.fma(f, load(row), other, total.get()))  # type: ignore[attr-defined]
+            total.set(v.fma(f, load(row), other, total.get()))
         else:
-            total.set(v.dot_bf16(f, total.get(), load(row), other))  # type: ignore[attr-defined]
+            total.set(v.dot_bf16(f, total.get(), load(row), other))
 
 
 def sum_values(module: Module, kind: Format, queries: int, vectors: int) -> Function:
@@ -130,16 +130,14 @@ def sum_values(module: Module, kind: Format, queries: int, vectors: int) -> Func
     """
     f = module.function(f"sum_values_{kind.name.lower()}_{queries}_{vectors}", 6)
     weights, values, offsets, count, target, target_stride = f.parameters
-    totals = [[f.variable(VF32, 0.0) for _ in range(vectors)] for _ in range(queries)]
+    totals = f.accumulators(queries, vectors)
     step = LANES * element_bytes(kind)
     with f.range(0, count) as i:
         place = values + f.load(I64, offsets + i * 8, 8)
         loaded = []
         for part in range(vectors):
             address = place + part * step
-            loaded.append(
-                f.load(VF32, address) if kind is Format.F32 else v.load_bf16(f, address)
-            )
+            loaded.append(f.load(VF32, address) if kind is Format.F32 else v.load_bf16(f, address))
         for query, own in enumerate(totals):
             weight = v.splat(f, f.load(F32, weights + (i * 4 + query * CHUNK * 4), 4))
             for value, total in zip(loaded, own, strict=True):
@@ -259,13 +257,8 @@ def singles(module: Module) -> Singles:
 def _attend_chunk(module: Module, find: Function) -> Function:
     """Return the function (record, context, thread, entry, KV head, chunk, part)."""
     scorers = [(int(kind), score_keys(module, kind)) for kind in FORMATS]
-    summers = [
-        (kind * 64 + queries * 8 + vectors, sum_values(module, kind, queries, vectors))
-        for kind in FORMATS
-        for queries in range(1, _QUERIES + 1)
-        for vectors in (1, _VECTORS)
-    ]
     weigh = weigh_scores(module)
+    add_up = _sum_group(module)
     body = Body(module, Attention, "attend_chunk", 7)
     f = body.f
     body.record, body.context, body.thread, entry, head, chunk, part = f.parameters
@@ -294,21 +287,7 @@ def _attend_chunk(module: Module, find: Function) -> Function:
             place = queries + query * size * width
             f.choose(kind, scorers, place, keys, offsets, count, size, own)
             f.call(weigh, body.record, own, first, count, length, part + query * part_bytes)
-        with f.range(0, group, _QUERIES) as query:
-            some = f.least(group - query, _QUERIES)
-            weights = scores + query * (CHUNK * 4)
-            target = part + query * part_bytes + 64
-            column = f.variable(I64, 0)
-            with f.loop() as loop:
-                begin = column.get()
-                loop.leave_if(begin >= size)
-                wide = size - begin >= LANES * _VECTORS
-                vectors = f.select(wide, _VECTORS, 1)
-                case = kind * 64 + some * 8 + vectors
-                source = values + begin * width
-                goal = target + begin * 4
-                f.choose(case, summers, weights, source, offsets, count, goal, part_bytes)
-                column.add(vectors * LANES)
+        f.call(add_up, body.record, scores, values, offsets, count, part)
     with branch.otherwise():
         with f.range(0, group) as query:
             own = part + query * part_bytes
@@ -316,4 +295,39 @@ def _attend_chunk(module: Module, find: Function) -> Function:
             f.store(f.value(F32, 0.0), own + 4)
             with f.range(0, size, LANES) as i:
                 f.store(v.zeros(f), own + i * 4 + 64)
+    return f
+
+
+def _sum_group(module: Module) -> Function:
+    """Return the function (record, weights, values, offsets, count, part): the weighted sums of
+    values for the queries of a KV head.
+    """
+    summers = [
+        (kind * 64 + queries * 8 + vectors, sum_values(module, kind, queries, vectors))
+        for kind in FORMATS
+        for queries in range(1, _QUERIES + 1)
+        for vectors in (1, _VECTORS)
+    ]
+    body = Body(module, Attention, "sum_group", 6)
+    f = body.f
+    body.record, weights, values, offsets, count, part = f.parameters
+    size = body["head_size"]
+    group = body["heads"] // body["kv_heads"]
+    kind = body["format"]
+    width = f.select(kind.equals(int(Format.F32)), 4, 2)
+    part_bytes = (size + PART_FLOATS) * 4
+    with f.range(0, group, _QUERIES) as query:
+        some = f.least(group - query, _QUERIES)
+        own = weights + query * (CHUNK * 4)
+        target = part + query * part_bytes + PART_FLOATS * 4
+        column = f.variable(I64, 0)
+        with f.loop() as loop:
+            begin = column.get()
+            loop.leave_if(begin >= size)
+            vectors = f.select(size - begin >= LANES * _VECTORS, _VECTORS, 1)
+            case = kind * 64 + some * 8 + vectors
+            source = values + begin * width
+            goal = target + begin * 4
+            f.choose(case, summers, own, source, offsets, count, goal, part_bytes)
+            column.add(vectors * LANES)
     return f

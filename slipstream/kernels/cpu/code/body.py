@@ -61,7 +61,7 @@ class Body:
         return alone.differs(0)
 
     def own_buffer(self, address: str, distance: str) -> Value:
-        """Return the address of a buffer of which each thread has its own in a private step."""
+        """Return the address of a buffer. Each thread has its own in a private step."""
         offset = self.own(Thread.INDEX) * self[distance]
         private = self.step(Context.PRIVATE).differs(0)
         return self[address] + self.f.select(private, offset, 0)

@@ -39,7 +39,7 @@ def tile(module: Module, kind: WeightFormat, rows: int) -> Function:
     """Return the function (weights, x, x_stride, target, inputs) that computes [rows, 32]."""
     f = module.function(f"tile_{kind.name.lower()}_{rows}", 5)
     _, _, _, target, _ = f.parameters
-    totals = [[f.variable(VF32, 0.0) for _ in _HALVES] for _ in range(rows)]
+    totals = f.accumulators(rows, len(_HALVES))
     if kind is WeightFormat.F32:
         _float_inputs(f, totals)
     else:

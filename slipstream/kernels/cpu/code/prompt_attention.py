@@ -38,7 +38,7 @@ def lane_products(module: Module, kind: Format) -> Function:
     f = module.function(f"lane_products_{kind.name.lower()}", 6)
     lanes, rows, steps, row_step, target, adds = f.parameters
     sources = [f.load(I64, rows + 8 * row, 8) for row in range(_TOGETHER)]
-    totals = [[f.variable(VF32, 0.0) for _ in range(_VECTORS)] for _ in sources]
+    totals = f.accumulators(len(sources), _VECTORS)
     with f.when(adds.differs(0)):
         for row, own in enumerate(totals):
             for part, total in enumerate(own):
@@ -140,9 +140,7 @@ def gather_values(module: Module, kind: Format) -> Function:
 
 def tiles(module: Module, find: Function) -> Function:
     """Return the function (record, context, thread, unit) of a tile and a KV head."""
-    products = [(int(kind), lane_products(module, kind)) for kind in FORMATS]
-    gathers = [(int(kind), gather_values(module, kind)) for kind in FORMATS]
-    weigh = weigh_lanes(module)
+    attend = _tile_chunk(module)
     start = _start_tile(module)
     finish = _finish_tile(module)
     body = Body(module, Attention, "attend_tile", 4)
@@ -155,38 +153,52 @@ def tiles(module: Module, find: Function) -> Function:
     position = f.load(I64, entry + 16, 8)
     table = f.load(I64, entry + 24, 8)
     end = position + tokens
+    width = f.select(body["format"].equals(int(Format.F32)), 4, 2)
+    row_bytes = body["head_size"] * width
+    oldest = position + 1 - body["window"]
+    f.call(start, body.record, memory, entry, head)
+    with f.range(0, end, CHUNK) as first:
+        count = f.least(end - first, CHUNK)
+        with f.when((first < body["sinks"]) | (first + count > oldest)):
+            block_tokens = body.step(Context.BLOCK_TOKENS)
+            f.call(find, table, block_tokens, first, count, row_bytes, memory + OFFSETS)
+            f.call(attend, body.record, memory, head, first, (count + 3) // 4 * 4)
+    f.call(finish, body.record, memory, entry, head)
+    return f
+
+
+def _tile_chunk(module: Module) -> Function:
+    """Return the function (record, memory, KV head, first, count): add what the positions of a
+    chunk contribute. `count` is a multiple of four; masked positions fill it up.
+    """
+    products = [(int(kind), lane_products(module, kind)) for kind in FORMATS]
+    gathers = [(int(kind), gather_values(module, kind)) for kind in FORMATS]
+    weigh = weigh_lanes(module)
+    body = Body(module, Attention, "tile_chunk", 5)
+    f = body.f
+    body.record, memory, head, first, count = f.parameters
     size = body["head_size"]
     kind = body["format"]
     is_float = kind.equals(int(Format.F32))
-    width = f.select(is_float, 4, 2)
-    words = size * width // 4
-    f.call(start, body.record, memory, entry, head)
+    words = f.select(is_float, size, size // 2)
     rows = memory + OFFSETS
     keys = body["keys"] + head * body["head_stride"]
     values = body["values"] + head * body["head_stride"]
-    with f.range(0, end, CHUNK) as first:
-        count = f.least(end - first, CHUNK)
-        oldest = position + 1 - body["window"]
-        with f.when((first < body["sinks"]) | (first + count > oldest)):
-            block_tokens = body.step(Context.BLOCK_TOKENS)
-            f.call(find, table, block_tokens, first, count, size * width, rows)
-            whole = (count + 3) // 4 * 4
-            f.choose(kind, gathers, values, rows, whole, size, memory + TILE_VALUES)
-            _to_addresses(f, rows, whole, keys)
-            with f.range(0, whole, _TOGETHER) as key:
-                target = memory + TILE_SCORES + key * LANE_ROW
-                lanes = memory + TILE_QUERIES
-                four = rows + key * 8
-                f.choose(kind, products, lanes, four, words, f.value(I64, 4), target, f.value(I64, 0))
-            f.call(weigh, body.record, memory, first, whole)
-            steps = f.select(is_float, whole, whole // 2)
-            with f.range(0, size, _TOGETHER) as column:
-                for row in range(_TOGETHER):
-                    f.store(memory + TILE_VALUES + (column + row) * 4, rows + row * 8, 8)
-                target = memory + TILE_OUTPUTS + column * LANE_ROW
-                lanes = memory + TILE_WEIGHTS
-                f.choose(kind, products, lanes, rows, steps, size * 4, target, f.value(I64, 1))
-    f.call(finish, body.record, memory, entry, head)
+    f.choose(kind, gathers, values, rows, count, size, memory + TILE_VALUES)
+    _to_addresses(f, rows, count, keys)
+    with f.range(0, count, _TOGETHER) as key:
+        target = memory + TILE_SCORES + key * LANE_ROW
+        lanes = memory + TILE_QUERIES
+        word_bytes = f.value(I64, 4)
+        f.choose(kind, products, lanes, rows + key * 8, words, word_bytes, target, f.value(I64, 0))
+    f.call(weigh, body.record, memory, first, count)
+    steps = f.select(is_float, count, count // 2)
+    with f.range(0, size, _TOGETHER) as column:
+        for row in range(_TOGETHER):
+            f.store(memory + TILE_VALUES + (column + row) * 4, rows + row * 8, 8)
+        target = memory + TILE_OUTPUTS + column * LANE_ROW
+        lanes = memory + TILE_WEIGHTS
+        f.choose(kind, products, lanes, rows, steps, size * 4, target, f.value(I64, 1))
     return f
 
 

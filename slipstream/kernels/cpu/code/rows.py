@@ -13,7 +13,6 @@ from slipstream.kernels.cpu.compiler.values import (
     I64,
     LANES,
     VF32,
-    VI16,
     VI32,
     Value,
     vector,
@@ -60,9 +59,7 @@ def _quantise(f: Function, source: Value, target: Value, width: Value) -> None:
         scale = top / 127.0
         inverse = f.select(top > 0.0, 127.0 / top, top.like(0.0))
         factor = v.splat(f, inverse)
-        rounded = [
-            f.intrinsic(VF32, "llvm.rint.v16f32", part * factor).to(VI32) for part in parts
-        ]
+        rounded = [f.intrinsic(VF32, "llvm.rint.v16f32", part * factor).to(VI32) for part in parts]
         for half, numbers in enumerate(rounded):
             f.store(numbers.to(vector(I8)), target + group * GROUP + LANES * half)
         name = "llvm.vector.reduce.add.v16i32"
@@ -242,6 +239,3 @@ def likeliest(module: Module) -> Function:
         is_wrong = wrong.get().bits(I16).differs(0)
         f.store(f.select(is_wrong, top.like(float("nan")), top), body["logits"] + unit * 4)
     return f
-
-
-__all__ = ["VI16", "copy", "embed", "likeliest", "merge", "norm", "softcap", "write_row"]

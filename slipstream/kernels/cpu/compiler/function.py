@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from slipstream.kernels.cpu.compiler.levels import Level
-from slipstream.kernels.cpu.compiler.values import I1, I64, Value, constant_text
+from slipstream.kernels.cpu.compiler.values import I64, VF32, Value, constant_text
 
 
 class Variable:
@@ -40,7 +40,7 @@ class Branch:
 
     @contextmanager
     def otherwise(self) -> Iterator[None]:
-        """Write what happens if the condition does not hold. Must follow the first side directly."""
+        """Write what happens if the condition does not hold, directly behind the first side."""
         function = self._function
         assert self.other is not None
         done = function.new_label()
@@ -133,6 +133,13 @@ class Function:
         made.set(value)
         return made
 
+    def accumulators(self, rows: int, columns: int) -> list[list[Variable]]:
+        """Return variables [rows][columns] of 16 floats, which are zero."""
+        return [self._row_of_accumulators(columns) for _ in range(rows)]
+
+    def _row_of_accumulators(self, columns: int) -> list[Variable]:
+        return [self.variable(VF32, 0.0) for _ in range(columns)]
+
     def select(self, condition: Value, yes: Value | int, no: Value | int) -> Value:
         """Return one of two values; of two integers if both are Python's numbers."""
         if isinstance(yes, Value):
@@ -140,10 +147,9 @@ class Function:
         elif isinstance(no, Value):
             yes = no.like(yes)
         else:
-            yes, no = self.value(I64, yes), self.value(I64, no)
-        return self.emit(
-            yes.kind, f"select {condition.typed}, {yes.typed}, {no.typed}"
-        )
+            yes = self.value(I64, yes)
+            no = self.value(I64, no)
+        return self.emit(yes.kind, f"select {condition.typed}, {yes.typed}, {no.typed}")
 
     def least(self, left: Value, right: Value | int) -> Value:
         return self.select(left < right, left, right)
@@ -236,9 +242,7 @@ class Function:
         self.start(end)
 
     @contextmanager
-    def range(
-        self, start: Value | int, end: Value | int, step: Value | int = 1
-    ) -> Iterator[Value]:
+    def range(self, start: Value | int, end: Value | int, step: Value | int = 1) -> Iterator[Value]:
         counter = self.variable(I64, start)
         last = self.value(I64, end)
         by = self.value(I64, step)
@@ -248,7 +252,9 @@ class Function:
             yield index
             counter.set(index + by)
 
-    def choose(self, number: Value, cases: Sequence[tuple[int, Function]], *arguments: Value) -> None:
+    def choose(
+        self, number: Value, cases: Sequence[tuple[int, Function]], *arguments: Value
+    ) -> None:
         """Call the function of the case that equals the number; none if there is no such case."""
         done = self.new_label()
         labels = [(case, self.new_label(), function) for case, function in cases]
@@ -292,6 +298,3 @@ class Module:
             attributes += f' "prefer-vector-width"="{bits}" "min-legal-vector-width"="{bits}"'
         parts = [*self._declarations, *(f.finished() for f in self._functions), attributes + " }"]
         return "\n".join(parts) + "\n"
-
-
-__all__ = ["I1", "Function", "Module", "Variable"]

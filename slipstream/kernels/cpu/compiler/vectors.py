@@ -9,11 +9,9 @@ from slipstream.kernels.cpu.compiler.values import (
     BF16,
     F16,
     F32,
-    I1,
     I8,
     I16,
     I32,
-    I64,
     LANES,
     VF32,
     VI16,
@@ -41,7 +39,9 @@ def zeros(f: Function) -> Value:
 def shuffle(f: Function, left: Value, right: Value, order: Sequence[int]) -> Value:
     kind = vector(left.kind.partition(" x ")[2][:-1], len(order))
     listed = ", ".join(f"i32 {lane}" for lane in order)
-    return f.emit(kind, f"shufflevector {left.typed}, {right.typed}, <{len(order)} x i32> <{listed}>")
+    return f.emit(
+        kind, f"shufflevector {left.typed}, {right.typed}, <{len(order)} x i32> <{listed}>"
+    )
 
 
 def lane_numbers(f: Function) -> Value:
@@ -113,8 +113,7 @@ def load_masked(f: Function, address: Value, mask: Value) -> Value:
     """Return floats where the mask holds, zero elsewhere."""
     place = f.emit("ptr", f"inttoptr {address.typed} to ptr")
     f.module.declare(
-        "declare <16 x float> @llvm.masked.load.v16f32.p0"
-        "(ptr, i32, <16 x i1>, <16 x float>)"
+        "declare <16 x float> @llvm.masked.load.v16f32.p0(ptr, i32, <16 x i1>, <16 x float>)"
     )
     name = "@llvm.masked.load.v16f32.p0"
     return f.emit(
@@ -126,9 +125,7 @@ def load_masked(f: Function, address: Value, mask: Value) -> Value:
 
 def store_masked(f: Function, value: Value, address: Value, mask: Value) -> None:
     place = f.emit("ptr", f"inttoptr {address.typed} to ptr")
-    f.module.declare(
-        "declare void @llvm.masked.store.v16f32.p0(<16 x float>, ptr, i32, <16 x i1>)"
-    )
+    f.module.declare("declare void @llvm.masked.store.v16f32.p0(<16 x float>, ptr, i32, <16 x i1>)")
     name = "@llvm.masked.store.v16f32.p0"
     f.write(f"call void {name}({value.typed}, ptr {place.text}, i32 4, {mask.typed})")
 
@@ -256,6 +253,3 @@ def activate(f: Function, kind: str, x: Value) -> Value:
 def to_float(f: Function, bits: Value) -> Value:
     """Return the float32 in the lower half of a 64-bit field."""
     return bits.to(I32).bits(F32)
-
-
-__all__ = [name for name in dir() if not name.startswith("_") and name not in (I1, I64)]
