@@ -17,7 +17,7 @@ from slipstream.kernels.cpu.compiler.values import (
     Value,
     vector,
 )
-from slipstream.kernels.cpu.layout import BLOCK, GROUP, PART_FLOATS
+from slipstream.kernels.cpu.layout import BLOCK, GROUP, PART_FLOATS, SINGLE_PARTS
 from slipstream.kernels.cpu.operations import (
     Context,
     Copy,
@@ -184,9 +184,13 @@ def merge(module: Module, write: Function, join: Function, finish: Function) -> 
                 f.store(v.zeros(f), scratch + i * 4)
             with f.range(0, heads) as head:
                 first = body.step(Context.PARTS) + (token * chunks * heads + head) * part_bytes
+                # threads may merge the same parts at the same time: each has a sum of its own
+                own = body.own(Thread.ATTENTION) + SINGLE_PARTS
+                with f.range(0, part_bytes, 64) as i:
+                    f.store(f.load(VF32, first + i), own + i)
                 with f.range(1, chunks) as chunk:
-                    f.call(join, first, first + chunk * heads * part_bytes, size)
-                f.call(finish, first, scratch + head * size * 4, size)
+                    f.call(join, own, first + chunk * heads * part_bytes, size)
+                f.call(finish, own, scratch + head * size * 4, size)
             f.call(write, scratch, target, body["format"], body["width"])
         with branch.otherwise():
             source = body["source"] + token * body["source_stride"]
