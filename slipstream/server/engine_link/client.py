@@ -39,6 +39,7 @@ from slipstream.engine.messages import (
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
+from slipstream.server.engine_link.cluster.leader import RankHosts
 from slipstream.server.engine_link.engine import Engine, EngineUnavailable
 from slipstream.server.engine_link.link import EngineFailed, FromEngine, ServerEnd
 from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
@@ -145,10 +146,12 @@ class EngineClient:
         name: str = "",
         frontends: int = 1,
         ids: Iterator[int] | None = None,
+        hosts: RankHosts | None = None,
     ) -> None:
         """name: name of the engine model in the log
         frontends: processes of the server
         ids: ids of requests, which replicas share; None: those of one engine
+        hosts: of its ranks on other machines; None: all ranks are on this one
         """
         self.info: EngineInfo | None = None
         self.on_stats: Callable[[], None] | None = None
@@ -167,6 +170,7 @@ class EngineClient:
         # what the log calls it
         self._title = "the engine" if settings.replicas == 1 else f"replica {settings.replica}"
         self._frontends = frontends
+        self._hosts = hosts
         self._requests = LinkedRequests(ids or request_ids())
         self._child: EngineChild | None = None
         self._lost = False  # the process has failed, but may not have ended yet
@@ -261,7 +265,12 @@ class EngineClient:
         calling thread ends.
         """
         self._child = EngineChild(
-            self._command, self._engine_folder, self._settings, self._name, self._frontends
+            self._command,
+            self._engine_folder,
+            self._settings,
+            self._name,
+            self._frontends,
+            self._hosts,
         )
         self._loading_seconds = 0.0
         self._lost = False
@@ -442,7 +451,7 @@ class EngineClient:
                     await self._kill_hung(
                         f"it sent no message for {limits.silence_seconds:g} s while it had work"
                     )
-            else:
+            elif not self._child.awaits_hosts:
                 self._loading_seconds += tick
                 if self._loading_seconds >= limits.start_seconds:
                     await self._kill_hung(f"not ready {limits.start_seconds:g} s after its start")
