@@ -184,7 +184,10 @@ def test_a_number_of_ranks_that_does_not_divide_a_model_is_refused_before_the_st
     pool = EnginePool({"ranks": 3}, Supervision(), ())
     with pytest.raises(ValueError) as error:
         pool.check([model])
-    problem = "tensorrt_llm: tp_size 3 does not divide this model: it has 4 heads"
+    problem = (
+        "tensorrt_llm: tp_size 3 does not divide this model: it has 4 heads; "
+        "possible numbers of ranks: 1, 2, 4"
+    )
     assert str(error.value) == problem
     with pytest.raises(ValueError, match="tensorrt_llm: ranks must be at least 1, not 0"):
         EnginePool({"ranks": 0}, Supervision(), ()).check([model])
