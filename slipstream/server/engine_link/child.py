@@ -107,8 +107,11 @@ class RankProcess:
         self.finish_output()  # the last lines of the process come before what the exit causes
         return code
 
-    def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)  # does nothing once the process has been waited for
+    def show_stacks(self) -> None:
+        """Have the process write the stacks of its threads, even if it is stopped or hangs."""
+        # These do nothing once the process has been waited for.
+        self._process.send_signal(signal.SIGUSR1)
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()
@@ -252,9 +255,9 @@ class EngineChild:
             await asyncio.sleep(0.01)
         return False
 
-    def signal(self, number: signal.Signals) -> None:
+    def show_stacks(self) -> None:
         for rank in self._ranks:
-            rank.signal(number)
+            rank.show_stacks()
 
     def kill(self) -> None:
         for rank in self._ranks:

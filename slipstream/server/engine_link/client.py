@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -477,7 +476,7 @@ class EngineClient:
         child = self._child
         self._lose(reason)
         # faulthandler writes all stacks to stderr, even amid a hung step
-        child.signal(signal.SIGUSR1)
+        child.show_stacks()
         await asyncio.sleep(0.5)
         child.kill()
         await child.wait(5.0)

@@ -89,7 +89,6 @@ class RankHost:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, linger_ms=1000)
-        self._socket.set(zmq.IMMEDIATE, 1)  # what a lost connection did not take is not sent later
         set_heartbeats(self._socket, heartbeat_seconds)
         options.key.connect(self._socket)
         self._monitor = self._socket.get_monitor_socket(
@@ -108,7 +107,12 @@ class RankHost:
 
     def run(self) -> int:
         """Serve the leader until it ends. Returns the exit code."""
-        before = [signal.signal(number, self._on_signal) for number in _SIGNALS]
+        before = [
+            signal.signal(
+                number, lambda number, frame: self._calls.add(partial(self._end_on_signal, number))
+            )
+            for number in _SIGNALS
+        ]
         wakeup = signal.set_wakeup_fd(self._calls.writing.fileno(), warn_on_full_buffer=False)
         try:
             self._connect()
@@ -156,13 +160,16 @@ class RankHost:
         poller.poll(_TICK_MS)
         self._read_events()
         self._calls.run_waiting()
+        self._read_orders()
+        if not self._connected and self._exit_code is None:
+            self._check_patience(f"rank 0 at {self._options.address} cannot be reached")
+
+    def _read_orders(self) -> None:
         while self._exit_code is None and self._socket.poll(0):
             try:
                 self._obey(decode_to_host(self._socket.recv()))
             except LinkError as error:
                 logger.error("a message of rank 0 is ignored: %s", error)
-        if not self._connected and self._exit_code is None:
-            self._check_patience(f"rank 0 at {self._options.address} cannot be reached")
 
     def _check_patience(self, problem: str) -> None:
         """Say now and then what is awaited, and end this host if it takes too long."""
@@ -175,11 +182,15 @@ class RankHost:
             self._report_time = now + REPORT_SECONDS
             logger.info("%s; it is tried again", problem)
 
-    def _on_signal(self, number: int, frame: object) -> None:
+    def _end_on_signal(self, number: int) -> None:
         """End now if no rank runs here. Otherwise the leader ends it, once it has drained."""
         self._signals += 1
-        if not self._ranks or self._signals > 1:
-            self._exit_code = 0 if not self._ranks else 128 + number
+        if not self._ranks:
+            self._exit_code = 0
+        elif self._signals > 1:
+            self._exit_code = 128 + number
+        else:
+            logger.info("%s: this process ends with rank 0", signal.Signals(number).name)
 
     # -- the connection
 
@@ -209,6 +220,9 @@ class RankHost:
     def _lose_leader(self) -> None:
         """End the ranks, which cannot go on. Wait for the leader only if it still runs."""
         self._connected = False
+        self._read_orders()  # the last one may say that the leader ends
+        if self._exit_code is not None:
+            return
         self._kill_all()
         self._deadline = time.monotonic() + self._heartbeat_seconds * MISSED_HEARTBEATS
         address = (self._leader, self._options.address.port)
@@ -223,10 +237,8 @@ class RankHost:
             logger.warning("the connection to rank 0 was lost, and is made again")
 
     def _send(self, message: FromHost) -> None:
-        try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            logger.warning("rank 0 is not connected: it does not get %s", message)
+        if self._connected:  # after a new connection, the leader does not know earlier ranks
+            self._socket.send(encode(message))
 
     # -- orders
 
@@ -239,7 +251,7 @@ class RankHost:
                 rank.process.reap()
         elif isinstance(message, ShowStacks):
             if rank := self._ranks.get((message.engine, message.rank)):
-                rank.process.signal(signal.SIGUSR1)
+                rank.process.show_stacks()
         elif isinstance(message, Refused):
             logger.error("rank 0 refuses this process: %s", message.reason)
             self._exit_code = 1

@@ -92,7 +92,8 @@ class RankHosts:
         set_heartbeats(self._socket, heartbeat_seconds)
         self.key.listen(self._socket)
         self.address = self._bind(options.address)
-        self._endpoint = f"{self.address}:{options.address.port}"
+        endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self.port = int(endpoint.rpartition(":")[2])
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_ACCEPTED
         )
@@ -296,8 +297,8 @@ class RankHosts:
             rank.set_ended(
                 EXIT_WITH_REASON,
                 f"process {rank.process} from {self.launched.launcher} did not report to "
-                f"{self._endpoint} within {self._wait_seconds:g} s (--rank-wait-secs): check that it "
-                "runs, that it reaches this address, and its log",
+                f"{self.address}:{self.port} within {self._wait_seconds:g} s (--rank-wait-secs): "
+                "check that it runs, that it reaches this address, and its log",
             )
         if not self._waiting:
             self._report_time = now + REPORT_SECONDS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable
 
@@ -50,10 +49,9 @@ class RemoteRank:
         self._over.wait()
         return self._code
 
-    def signal(self, number: signal.Signals) -> None:
-        """Have the rank write its stacks; that is the only signal that is passed on."""
-        if number == signal.SIGUSR1:
-            self._show_stacks(self)
+    def show_stacks(self) -> None:
+        """Have the rank write the stacks of its threads, to the log of its host."""
+        self._show_stacks(self)
 
     def kill(self) -> None:
         self._end(self)
