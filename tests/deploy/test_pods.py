@@ -88,7 +88,8 @@ def test_the_deployment_serves_and_ends_in_its_grace_period(start, models):
     assert "nv_trt_llm_request_metrics" in pod.in_network(
         "curl", "-s", "http://127.0.0.1:8002/metrics"
     )
-    assert pod.terminate() == 0
+    pod.terminate()
+    assert pod.wait_terminated() == 0
     program, seconds = pod.container["lifecycle"]["preStop"]["exec"]["command"]
     assert shutil.which(program)
     assert int(seconds) + 60 < template["spec"]["terminationGracePeriodSeconds"]
@@ -118,7 +119,8 @@ def test_the_runtime_of_kserve_serves_its_ports(start, models, tmp_path):
     assert pod.status()["Uid"].split() == ["10001"] * 4
     assert len(pod.ask(8080, GENERATE, BODY)["text_output"].split()) == 8
     assert "Started GRPCInferenceService at 0.0.0.0:9000" in pod.log()
-    assert pod.terminate() == 0
+    pod.terminate()
+    assert pod.wait_terminated() == 0
 
 
 def test_the_import_job_ends_with_a_repository(start, models, tmp_path):
@@ -165,5 +167,6 @@ def test_a_leader_and_its_worker_run_the_same_command(start, models):
     check_confinement(worker)
     assert len(leader.ask(8000, GENERATE, BODY, KEY)["text_output"].split()) == 8
     assert "on cpu with 2 ranks" in leader.log()
-    assert worker.terminate() == 0
-    assert leader.terminate() == 0
+    for pod in pods:
+        pod.terminate()
+    assert [pod.wait_terminated() for pod in pods] == [0, 0]

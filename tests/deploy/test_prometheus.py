@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 
 import httpx
 import pytest
 import yaml
+from free_ports import free_ports
 from manifests import DEPLOY, ROOT, manifest
 from tiny_server import MODEL, TinyServer, make_repository, wait_for
 
@@ -104,13 +104,6 @@ def test_the_rules_record_what_they_say(rules, tmp_path):
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
-
-
 @pytest.fixture
 def prometheus(rules, tmp_path):
     """Return a server, and the address of a Prometheus that scrapes it with the settings of compose."""
@@ -125,7 +118,7 @@ def prometheus(rules, tmp_path):
         }
     ]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(settings))
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     process = subprocess.Popen(
         [
             "prometheus",

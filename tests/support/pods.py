@@ -200,9 +200,11 @@ class Pod:
         command += ["--regid", user, "--clear-groups", "test", "-w", path]
         return subprocess.run(command).returncode == 0
 
-    def terminate(self) -> int:
-        """Send SIGTERM; return the exit code. Fail after the grace period."""
+    def terminate(self) -> None:
         os.kill(self.process_id, signal.SIGTERM)
+
+    def wait_terminated(self) -> int:
+        """Return the exit code. Fail after the grace period."""
         return self.wait_exit(self._spec["terminationGracePeriodSeconds"])
 
     def wait_exit(self, seconds: float) -> int:
