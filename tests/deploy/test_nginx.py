@@ -153,8 +153,8 @@ def test_both_servers_are_restarted_without_a_failed_request(site):
     load = Load(site.url)
     wait_for(lambda: load.answers >= 2 * CLIENTS)
     for address in site.servers:
-        before = load.answers
         assert site.restart(address) == 0
+        before = load.answers
         wait_for(lambda before=before: load.answers >= before + 4 * CLIENTS)
     load.stop()
     assert load.problems == []
