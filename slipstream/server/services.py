@@ -111,7 +111,7 @@ class Services:
         self._memory = context.memory
         http_metrics = self.metrics if options.http_metrics else None
         self._http = HttpServer(create_app(self.registry, state, context, http_metrics))
-        self._metrics = HttpServer(serve_metrics(self.metrics))
+        self._metrics = HttpServer(serve_metrics(self.metrics, state))
         self._grpc_options = GrpcOptions(**options.grpc_settings, share_port=frontends is not None)
         handlers = create_handlers(self.registry, state, context)
         self._calls = ForwardedCalls(handlers)
