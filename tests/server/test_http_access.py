@@ -33,8 +33,6 @@ ROUTES = {
     ("POST", "/v2/models/m/infer"): 404,
     ("POST", "/v2/models/m/generate"): 404,
     ("POST", "/v2/models/m/generate_stream"): 404,
-    ("GET", "/"): 200,
-    ("GET", "/docs"): 200,
     ("GET", "/openapi.json"): 200,
     ("GET", "/v1/models"): 200,
     ("GET", "/v1/models/m"): 404,

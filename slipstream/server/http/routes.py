@@ -176,7 +176,7 @@ class HttpRoutes:
     def _page_routes(self) -> list[Route]:
         routes = [Route(("GET", "HEAD"), "/openapi.json", "metadata", self._openapi, TEXT)]
         for path, file in PAGES.items():
-            routes.append(Route(GET, path, "metadata", read_page(file), TEXT))
+            routes.append(Route(GET, path, "", read_page(file), TEXT))  # a page holds no secrets
         return routes
 
     def _search_table(self, path: str) -> tuple[Route, Parameters] | None:
