@@ -170,7 +170,7 @@ def _prepare(
     """
     sizes = _choose_sizes(settings, limits, ranks)
     ranks.meet(_describe_machine(sizes))
-    path = choose_path(spec, tensors, settings.cpu_code, sizes.device, sizes.dtype, ranks.size)
+    path = choose_path(spec, settings.cpu_code, sizes.device, sizes.dtype, ranks.size)
     model = _create_model(spec, tensors, settings, sizes, limits.fp8_cache, ranks, path)
     parts = _divide_memory(model, settings, sizes, limits.rows, ranks)
     if isinstance(model, CpuModel):

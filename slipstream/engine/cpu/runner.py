@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.engine import pooling, sampler, scores
 from slipstream.engine.cache.host_cache import HostCache
-from slipstream.engine.cpu.adapter_parts import StepParts, as_tensor
+from slipstream.engine.cpu.adapter_parts import StepParts
 from slipstream.engine.cpu.model import CpuModel
 from slipstream.engine.cpu.program import Buffers, Cache, ProgramWriter, Segment
 from slipstream.engine.plan import StepPlan
@@ -255,7 +255,7 @@ class Steps:
         """Compute the step. wanted: tokens whose final states are computed; logits: how many of
         them, from the first on, have logits
         """
-        width = self._model.head.packed.outputs
+        width = self._model.head.outputs
         if logits * width > self._logits.size:
             self._logits = aligned(logits * width * 4).view(np.float32)
         self._set(Context.SAMPLE_TOKENS, np.ascontiguousarray(wanted, dtype=np.int64))
@@ -275,13 +275,13 @@ class Steps:
 
     def logits(self, rows: int) -> Tensor:
         """Return the logits of a step, float32 [rows, vocab]. The next step overwrites them."""
-        width = self._model.head.packed.outputs
+        width = self._model.head.outputs
         found = torch.from_numpy(self._logits[: rows * width].reshape(rows, width))
         return found[:, : self._model.spec.vocab_size]
 
     def states(self, first: int, count: int) -> Tensor:
         """Return final states of a step, from the sample `first` on: [count, hidden]."""
-        states = as_tensor(self._buffers.states)[first : first + count]
+        states = torch.from_numpy(self._buffers.float_states)[first : first + count]
         return states[:, : self._model.spec.hidden_size].clone()
 
     def likeliest(self, rows: int) -> LikeliestTokens:

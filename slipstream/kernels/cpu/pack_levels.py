@@ -32,7 +32,7 @@ class QuantisedRows(NamedTuple):
     @property
     def group(self) -> int:
         """Columns that share a scale."""
-        return self.levels.shape[1] // self.scales.shape[1]
+        return int(self.levels.shape[1] // self.scales.shape[1])
 
 
 def choose_format(rows: QuantisedRows) -> WeightFormat | None:

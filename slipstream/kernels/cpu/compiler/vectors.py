@@ -209,7 +209,7 @@ def _multiply_small(f: Function, left: Value, right: Value) -> Value:
         halves = [shuffle(f, value, value, lanes).bits(vector(I8, 32)) for value in (left, right)]
         pairs = f.intrinsic(vector(I16, 16), "llvm.x86.avx2.pmadd.ub.sw", *halves)
         parts.append(f.intrinsic(vector(I32, 8), "llvm.x86.avx2.pmadd.wd", pairs, pairs.like(1)))
-    return shuffle(f, *parts, range(LANES))
+    return shuffle(f, parts[0], parts[1], range(LANES))
 
 
 def _shift_signed(f: Function, value: Value, count: int) -> Value:
