@@ -29,7 +29,7 @@ class Recorded:
         self.answers: list[RowDigests] = []
         self.block_tokens = 16
         self.cache = torch.empty(0)
-        self.rows = Rows(4, 32, 2, torch.device("cpu"))
+        self.rows = Rows(4, 32, 2)
         self.adapters = None
         self.host = None
         self.failure: Exception | None = None
