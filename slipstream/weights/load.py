@@ -18,6 +18,7 @@ from slipstream.engine.start import (
 )
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.home import slipstream_home
 from slipstream.weights.integrity import verify_weights
 from slipstream.weights.lora import read_adapter_folder
 from slipstream.weights.shards import rank_spec, rank_tensors
@@ -57,6 +58,7 @@ def start_engine(
             most_rows=folder.build.chosen("max_batch_size"),
             compiler=compiler,
             group=group,
+            code_folder=slipstream_home() / "cpu-code",
         )
 
 
