@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.engine import pooling, sampler, scores
 from slipstream.engine.cache.host_cache import HostCache, view_blocks
-from slipstream.engine.plan import StepPlan, StepResult, sampling_places
+from slipstream.engine.handle import Handle
+from slipstream.engine.plan import StepPlan, sampling_places
 from slipstream.engine.rows import Rows
 from slipstream.engine.transfer import to_device
 from slipstream.kernels import invariant_attention
 from slipstream.kernels.adapters import AdapterPages, CpuStepAdapters
 from slipstream.kernels.attention import plan_attention
 from slipstream.model.transformer import Step, Transformer
-
-
-class Handle:
-    """A launched plan, whose tokens are already computed."""
-
-    def __init__(
-        self,
-        sampled: sampler.Sampled | None,
-        rows: Rows,
-        prompts: Sequence[scores.PromptLogits] = (),
-        pooled: Sequence[pooling.Pooled] = (),
-    ) -> None:
-        self._sampled = sampled
-        self._rows = rows
-        self._prompts = prompts
-        self._pooled = pooled
-
-    def result(self) -> StepResult:
-        result = (
-            StepResult(tokens=[]) if self._sampled is None else sampler.to_result(self._sampled)
-        )
-        result.prompt_scores = scores.to_scores(self._prompts)
-        result.prompt_scores |= pooling.to_pooled_scores(self._pooled, self._rows)
-        return result
 
 
 class Runner:
