@@ -67,12 +67,14 @@ def trial_command(choice: CpuChoice) -> list[str]:
 
 
 def prepare(settings: EngineSettings) -> EngineSettings:
-    """Return the settings with the format chosen, and set the environment variables for it.
+    """Return the settings with device and format chosen if the engine runs on a CPU, and set the
+    environment variables for it.
 
     Must be called before torch is imported.
     """
     if not runs_on_cpu(settings):
         return settings
+    settings = replace(settings, device="cpu")
     _limit_spinning()
     if settings.dtype != "auto":
         return settings

@@ -21,7 +21,7 @@ from slipstream.weights.shards import check_ranks
 if TYPE_CHECKING:
     from slipstream.engine.loop import EngineLoop, Progress
     from slipstream.kernels.gpu.compilation.pool import CompilePool
-    from slipstream.kernels.ranks import TorchRanks
+    from slipstream.kernels.torch_ranks import TorchRanks
 
 _FAILURE_SECONDS = 1.0  # from a broken connection until the end of the other process is known
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -35,7 +35,7 @@ def connect(
     import torch.distributed as dist
 
     from slipstream.engine.memory.placement import place_rank
-    from slipstream.kernels.ranks import TorchRanks
+    from slipstream.kernels.torch_ranks import TorchRanks
 
     if dist.is_initialized():
         raise ValueError(

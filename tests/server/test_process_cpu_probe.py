@@ -95,8 +95,15 @@ def test_the_settings_win_over_the_trial(monkeypatch):
     monkeypatch.setattr(
         cpu_probe, "choose", lambda: pytest.fail("ran a trial although the format was set")
     )
-    for settings in (EngineSettings(dtype="float32"), EngineSettings(device="cuda")):
+    given = EngineSettings(dtype="float32", device="cpu")
+    for settings in (given, EngineSettings(device="cuda")):
         assert cpu_probe.prepare(settings) == settings
+
+
+def test_the_device_is_named_before_torch_is_loaded(monkeypatch):
+    monkeypatch.setattr(cpu_probe, "runs_on_cpu", lambda settings: True)
+    chosen = cpu_probe.prepare(EngineSettings(dtype="float32"))
+    assert chosen == EngineSettings(dtype="float32", device="cpu")
 
 
 def test_the_choice_reaches_the_settings_and_the_environment(monkeypatch):

@@ -14,7 +14,7 @@ from slipstream.engine.cpu.program import Buffers, Cache, ProgramWriter, Segment
 from slipstream.engine.handle import Handle
 from slipstream.engine.plan import StepPlan, sampling_places
 from slipstream.engine.rows import Rows
-from slipstream.engine.runner import copy_blocks
+from slipstream.engine.with_torch.runner import copy_blocks
 from slipstream.kernels.adapters import AdapterPages, CpuStepAdapters
 from slipstream.kernels.cpu.layout import CHUNK, PART_FLOATS, TILE_LANES
 from slipstream.kernels.cpu.memory import aligned

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine.transfer import PinnedBuffers, to_device
+from slipstream.engine.with_torch.transfer import PinnedBuffers, to_device
 
 _TYPES = {np.int64: torch.int64, np.int32: torch.int32}
 

@@ -29,9 +29,9 @@ from slipstream.engine.gpu.step_arrays import (
 )
 from slipstream.engine.plan import StepFailed, StepPlan, sampling_places
 from slipstream.engine.rows import Rows
-from slipstream.engine.runner import copy_blocks
 from slipstream.engine.sampler import Sampled
-from slipstream.engine.transfer import list_to_device, to_device
+from slipstream.engine.with_torch.runner import copy_blocks
+from slipstream.engine.with_torch.transfer import list_to_device, to_device
 from slipstream.kernels import packed_cache
 from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import TILE_TOKENS, GpuStepAdapters, Tiles, cut_adapter_tiles

@@ -18,7 +18,7 @@ from slipstream.engine.gpu.device_arrays import DeviceArrays
 from slipstream.engine.rows import Rows
 from slipstream.engine.sampler import Sampled, TopTokens, all_plain
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.engine.transfer import list_to_device
+from slipstream.engine.with_torch.transfer import list_to_device
 from slipstream.kernels.gpu.sampling import in_torch as sampling
 from slipstream.kernels.sampling import noise_key
 

@@ -11,7 +11,7 @@ from slipstream.engine.cache.host_cache import HostCache, view_blocks
 from slipstream.engine.handle import Handle
 from slipstream.engine.plan import StepPlan, sampling_places
 from slipstream.engine.rows import Rows
-from slipstream.engine.transfer import to_device
+from slipstream.engine.with_torch.transfer import to_device
 from slipstream.kernels import invariant_attention
 from slipstream.kernels.adapters import AdapterPages, CpuStepAdapters
 from slipstream.kernels.attention import plan_attention
