@@ -40,6 +40,7 @@ from slipstream.engine.sizes import (
 )
 from slipstream.engine.step_budget import PromptLimits, PromptSpread, StepBudget
 from slipstream.kernels.ranks import ALONE, Ranks
+from slipstream.kernels.stored import Weight
 from slipstream.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ class Weights(Protocol):
         """Return them as tensors of torch. Blocks are expanded to a type such as "bfloat16"."""
         ...
 
+    def arrays(self) -> dict[str, Weight]:
+        """Return them as stored, as arrays of numpy."""
+        ...
+
 
 class TensorsInMemory:
     """Weights that are tensors of torch already."""
@@ -69,6 +74,11 @@ class TensorsInMemory:
 
     def tensors(self, dtype: str) -> dict[str, Tensor]:
         return self._tensors
+
+    def arrays(self) -> dict[str, Weight]:
+        from slipstream.engine.with_torch.arrays import to_arrays
+
+        return to_arrays(self._tensors)
 
 
 class RankGroup(NamedTuple):

@@ -13,6 +13,7 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.engine.sizes import BuiltLimits
 from slipstream.engine.start import RankGroup, create_engine, create_follower
 from slipstream.kernels.ranks import ALONE, Ranks
+from slipstream.kernels.stored import Weight
 from slipstream.weights.engine_folder import EngineFolder, read_engine_folder
 from slipstream.weights.home import slipstream_home
 from slipstream.weights.integrity import verify_weights
@@ -37,6 +38,11 @@ class FolderWeights:
         import torch
 
         return rank_tensors(self.folder, self.rank, self.ranks, getattr(torch, dtype))
+
+    def arrays(self) -> dict[str, Weight]:
+        if self.ranks > 1:
+            raise ValueError("a rank's part of the weights is made with torch")
+        return self.folder.weights()
 
 
 def start_engine(
