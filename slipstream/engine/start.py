@@ -211,7 +211,7 @@ def _prepare(
 def _place(settings: EngineSettings, ranks: Ranks) -> tuple[str, int]:
     """Return the device of this rank and how many processes are on it."""
     if settings.device == "cpu":
-        return "cpu", settings.replicas * ranks.size
+        return "cpu", settings.replicas * ranks.local_size
     from slipstream.engine.with_torch.start import place
 
     return place(settings, ranks)
@@ -233,12 +233,11 @@ def _prepare_compiled(
     from slipstream.engine.cpu.choice import choose_path, create_runner
     from slipstream.engine.cpu.model import CpuModel
 
-    tensors = weights.tensors(sizes.dtype)
     dtype: torch.dtype = getattr(torch, sizes.dtype)
-    cpu = torch.device("cpu")
-    path = choose_path(spec, tensors, settings.cpu_code, cpu, dtype, ranks.size)
+    path = choose_path(spec, settings.cpu_code, torch.device("cpu"), dtype, ranks.size)
     if path.level is None:
         return None
+    tensors = weights.tensors(sizes.dtype)
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
     model = CpuModel(spec, tensors, dtype, sizes.longest, settings.kernel_options)
     # A wider window covers every sequence.
@@ -246,7 +245,7 @@ def _prepare_compiled(
         model.set_attention_windows(settings.attention_windows, settings.sink_tokens)
     sequence = sequence_sizes(model.cached_bytes, spec.vocab_size, settings, sizes)
     parts = divide_cpu_memory(sequence, settings, sizes, limits.rows, ranks)
-    threads = cpu_threads(settings, usable_cores(), ranks.size)
+    threads = cpu_threads(settings, usable_cores(), ranks.local_size)
     shape = (parts.blocks, settings.block_tokens, parts.rows, sizes.longest)
     runner = create_runner(model, path, threads, *shape, code_folder, progress)
     rules = [layer.rule for layer in model.layers]

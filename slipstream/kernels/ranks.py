@@ -35,6 +35,16 @@ class Ranks(Protocol):
         """The number of ranks."""
         ...
 
+    @property
+    def local_rank(self) -> int:
+        """The place of this rank among those on the same machine."""
+        ...
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks on the same machine."""
+        ...
+
     def sum(self, y: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors, added in the same order on every rank. `y` may be
         overwritten.
@@ -76,6 +86,8 @@ class OneRank:
 
     rank: int = 0
     size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
 
     def sum(self, y: Tensor) -> Tensor:
         return y

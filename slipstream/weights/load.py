@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from slipstream.engine.start import RankGroup, create_engine, create_follower
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.kernels.stored import Weight
 from slipstream.weights.engine_folder import EngineFolder, read_engine_folder
-from slipstream.weights.home import slipstream_home
+from slipstream.weights.home import cpu_code_folder, slipstream_home
 from slipstream.weights.integrity import verify_weights
 from slipstream.weights.lora import read_adapter_folder
 from slipstream.weights.shards import rank_spec, rank_tensors
@@ -76,12 +77,12 @@ def start_engine(
             most_rows=folder.build.chosen("max_batch_size"),
             compiler=compiler,
             group=group,
-            code_folder=slipstream_home() / "cpu-code",
+            code_folder=cpu_code_folder(slipstream_home()),
         )
 
 
 def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> Follower:
-    """Load one rank's part of an engine folder. The leading rank verifies the files."""
+    """Load one rank's part of an engine folder. The first rank of a machine verifies the files."""
     folder = read_engine_folder(path)
     limits = BuiltLimits(
         folder.build.max_seq_len,
@@ -91,4 +92,5 @@ def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> 
     )
     spec = rank_spec(folder.spec, ranks.size)
     weights = FolderWeights(folder, ranks.rank, ranks.size)
-    return create_follower(spec, weights, settings, limits, ranks)
+    with verify_weights(folder) if ranks.local_rank == 0 else nullcontext():
+        return create_follower(spec, weights, settings, limits, ranks)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from slipstream.engine.cpu.model import CpuModel
 from slipstream.engine.cpu.runner import CpuRunner
@@ -30,7 +28,6 @@ class CpuPath:
 
 def choose_path(
     spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
     choice: str,
     device: torch.device,
     dtype: torch.dtype,
@@ -41,8 +38,7 @@ def choose_path(
         return CpuPath(None, "the device is a GPU")
     level, reason = machine.choose_level(choice)
     if level is not None:
-        quantised = any(name.endswith(".scales") for name in tensors)
-        reason = unsupported(spec, str(dtype).removeprefix("torch."), ranks, quantised)
+        reason = unsupported(spec, str(dtype).removeprefix("torch."), ranks)
     if reason:
         logger.info("torch computes this model on the CPU: %s", reason)
         return CpuPath(None, reason)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.engine.cpu.packing import pack_quantised, pack_tensor
 from slipstream.kernels.attention_rule import AttentionRule, cache_shape
 from slipstream.kernels.cpu.memory import round_up
-from slipstream.kernels.cpu.operations import Format
-from slipstream.kernels.cpu.pack import Packed, interleave_halves, pack, padded_floats
+from slipstream.kernels.cpu.operations import Format, TableFormat, WeightFormat
+from slipstream.kernels.cpu.pack import Packed, interleave_halves, padded_floats
 from slipstream.kernels.options import KernelOptions
 from slipstream.model.linear import Tensors
 from slipstream.model.position import rotary_size, rotary_table
@@ -27,8 +28,33 @@ class NormWeights(NamedTuple):
 
 
 class LinearWeights(NamedTuple):
-    packed: Packed
+    parts: tuple[Packed, ...]  # their outputs follow each other
     bias: np.ndarray | None  # float32 [padded outputs]
+
+    @property
+    def outputs(self) -> int:
+        """Outputs, with padding."""
+        return sum(part.outputs for part in self.parts)
+
+    @property
+    def inputs(self) -> int:
+        """Inputs, with padding."""
+        return self.parts[0].inputs
+
+    @property
+    def takes(self) -> Format:
+        """The format of the activations that the weights are multiplied by."""
+        kind = self.parts[0].format
+        if kind is WeightFormat.F32:
+            return Format.F32
+        return Format.BF16 if kind is WeightFormat.BF16 else Format.INT8
+
+
+class EmbeddingTable(NamedTuple):
+    format: TableFormat
+    address: int
+    stride: int  # bytes of 32 packed outputs, or of a row
+    kept: object  # the memory
 
 
 @dataclass
@@ -70,20 +96,12 @@ class CpuModel:
         self._source = Tensors(tensors, dtype, self.device)
         self._given = tensors
         self.width = round_up(spec.hidden_size, 32)
-        tied = spec.tied_embeddings
-        self.embedding = self._matrix(
-            "transformer.vocab_embedding", spec.vocab_size, spec.hidden_size
-        )
         # rounded as the model was trained with it, in the type of its embedding
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self._take_positions(positions)
         self.layers = [self._layer(index) for index in range(spec.layers)]
         self.final_norm = self._norm("transformer.ln_f") if spec.final_norm else None
-        if tied:
-            self.head = LinearWeights(self.embedding, self._head_bias(self.embedding.outputs))
-        else:
-            packed = self._matrix("lm_head", spec.vocab_size, spec.hidden_size)
-            self.head = LinearWeights(packed, self._head_bias(packed.outputs))
+        self._take_head()
         self.score = self._score_layer()
         self._source.close()
         tensors.clear()
@@ -138,26 +156,50 @@ class CpuModel:
             rule=AttentionRule(scale, spec.window_of_layer(index), softcap=spec.attention_softcap),
         )
 
-    def _matrix(self, name: str, outputs: int, inputs: int, gated: bool = False) -> Packed:
+    def _take_head(self) -> None:
+        """Take the output layer and the table of embeddings, which may be the same weights."""
+        spec = self.spec
+        # a quantised engine holds a head of its own even if the embeddings are tied
+        own = not spec.tied_embeddings or self._source.has("lm_head.weight")
+        name = "lm_head" if own else "transformer.vocab_embedding"
+        parts = self._matrix(name, spec.vocab_size, spec.hidden_size)
+        self.head = LinearWeights(parts, self._head_bias(sum(part.outputs for part in parts)))
+        if not own:
+            [packed] = parts
+            self.embedding = EmbeddingTable(
+                TableFormat(packed.format), packed.address, packed.block_bytes, packed
+            )
+            return
+        shape = (spec.vocab_size, spec.hidden_size)
+        rows = self._source.take("transformer.vocab_embedding.weight", shape).contiguous()
+        is_float = rows.dtype == torch.float32
+        kind = TableFormat.F32_ROWS if is_float else TableFormat.BF16_ROWS
+        stride = spec.hidden_size * rows.element_size()
+        self.embedding = EmbeddingTable(kind, rows.data_ptr(), stride, rows)
+
+    def _matrix(
+        self, name: str, outputs: int, inputs: int, gated: bool = False
+    ) -> tuple[Packed, ...]:
+        stored = self._source.take_quantised(name)
+        if stored is not None:
+            return (pack_quantised(name, *stored, (outputs, inputs), gated, self.dtype),)
         tensor = self._source.take(f"{name}.weight", (outputs, inputs))
         if not tensor.numel():  # missing: `close` raises
-            tensor = torch.zeros(1, 1, dtype=self.dtype)
-            gated = False
-        if tensor.dtype == torch.bfloat16:
-            return pack(tensor.view(torch.uint16).numpy(), gated)
-        return pack(tensor.numpy(), gated)
+            return (pack_tensor(torch.zeros(1, 1, dtype=self.dtype), False),)
+        return (pack_tensor(tensor, gated),)
 
     def _linear(
         self, name: str, outputs: int, inputs: int, bias: bool, gated: bool = False
     ) -> LinearWeights:
-        packed = self._matrix(name, outputs, inputs, gated)
+        parts = self._matrix(name, outputs, inputs, gated)
         numbers: np.ndarray | None = None
         if bias:
             numbers = self._source.take(f"{name}.bias", (outputs,)).float().numpy()
             numbers = padded_floats(
-                interleave_halves(numbers) if gated else numbers, packed.outputs
+                interleave_halves(numbers) if gated else numbers,
+                sum(part.outputs for part in parts),
             )
-        return LinearWeights(packed, numbers)
+        return LinearWeights(parts, numbers)
 
     def _head_bias(self, outputs: int) -> np.ndarray | None:
         if not self.spec.head_bias:
@@ -200,7 +242,7 @@ class CpuModel:
     @property
     def middle_width(self) -> int:
         """Elements of a row between the two linear layers of the MLP, with padding."""
-        return self.layers[0].down.packed.inputs
+        return self.layers[0].down.inputs
 
     @property
     def half(self) -> int:

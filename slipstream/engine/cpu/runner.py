@@ -260,7 +260,7 @@ class Steps:
         """Compute the step. wanted: tokens whose final states are computed; logits: how many of
         them, from the first on, have logits
         """
-        width = self._model.head.packed.outputs
+        width = self._model.head.outputs
         if logits * width > self._logits.size:
             self._logits = aligned(logits * width * 4).view(np.float32)
         self._set(Context.SAMPLE_TOKENS, np.ascontiguousarray(wanted, dtype=np.int64))
@@ -280,16 +280,14 @@ class Steps:
 
     def logits(self, rows: int) -> np.ndarray:
         """Return the logits of a step, float32 [rows, vocab]. The next step overwrites them."""
-        width = self._model.head.packed.outputs
+        width = self._model.head.outputs
         found = self._logits[: rows * width].reshape(rows, width)
         return found[:, : self._model.spec.vocab_size]
 
     def states(self, first: int, count: int) -> np.ndarray:
         """Return final states of a step, from the sample `first` on: float32 [count, hidden]."""
-        states = self._buffers.states[first : first + count, : self._model.spec.hidden_size]
-        if states.dtype == np.float32:
-            return states.copy()
-        return (states.astype(np.uint32) << 16).view(np.float32)  # bfloat16 as its bits
+        states = self._buffers.float_states[first : first + count]
+        return states[:, : self._model.spec.hidden_size].copy()
 
     def likeliest(self, rows: int) -> LikeliestTokens:
         """Return the likeliest token of the first rows with logits."""

@@ -47,7 +47,7 @@ def prepare_model(
     """Create the model, its memory and the warm runner. `tensors` is emptied."""
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
     if not sizes.on_gpu:
-        torch.set_num_threads(cpu_threads(settings, usable_cores(), ranks.size))
+        torch.set_num_threads(cpu_threads(settings, usable_cores(), ranks.local_size))
     model = _create_model(spec, tensors, settings, sizes, limits.fp8_cache, ranks)
     parts = divide_memory(model, settings, sizes, limits.rows, ranks)
     warm = _prepare_runner(model, settings.block_tokens, sizes, parts, progress, compiler, ranks)
@@ -135,8 +135,9 @@ def place(settings: EngineSettings, ranks: Ranks) -> tuple[str, int]:
     """Return the device of this rank and how many processes are on it."""
     device = find_device(settings)
     if not device.startswith("cuda"):
-        return device, settings.replicas * ranks.size
-    placement = place_rank(settings, ranks.rank, ranks.size, torch.cuda.device_count())
+        return device, settings.replicas * ranks.local_size
+    gpus = torch.cuda.device_count()
+    placement = place_rank(settings, ranks.local_rank, ranks.local_size, gpus)
     if placement.device is None:
         return device, placement.sharing
     torch.cuda.set_device(placement.device)  # Triton launches kernels on the current device

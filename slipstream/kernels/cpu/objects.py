@@ -82,11 +82,12 @@ def function_of(address: int) -> Callable[[int], None]:
 
 
 def _file_name(level: Level) -> str:
-    return f"{level.name}-{_source_hash()[:24]}.o"
+    return f"{level.name}-{source_hash()[:24]}.o"
 
 
 @cache
-def _source_hash() -> str:
+def source_hash() -> str:
+    """Return a hash of everything that the code follows from, but for the instruction level."""
     from slipstream.kernels.cpu.compiler.version import llvm_version
 
     digest = hashlib.sha256(f"{llvm_version()} {platform.machine()}".encode())
