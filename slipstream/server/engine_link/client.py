@@ -28,12 +28,14 @@ from pathlib import Path
 
 from slipstream.engine.messages import (
     FRONTEND_SHIFT,
+    RECENT_STEPS,
     Cancel,
     EngineInfo,
     EngineStats,
     Shutdown,
     StatsPeriod,
     StepOutputs,
+    StepRecord,
 )
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
@@ -163,6 +165,7 @@ class EngineClient:
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._verbose = False  # the process sends its statistics after each step
         self._process_stats = EngineStats()  # latest statistics of the current process
+        self.last_steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self._past = PastTotals()
         self._engine_folder = str(engine_folder)
         self._settings = settings
@@ -346,6 +349,7 @@ class EngineClient:
         elif isinstance(message, EngineStats):
             stepped = message.steps != self._process_stats.steps
             self._process_stats = message
+            self.last_steps.extend(message.recent_steps)
             self._follow_log_level()
             if stepped and self._verbose and self.on_stats is not None:
                 self.on_stats()
