@@ -62,6 +62,7 @@ from slipstream.server.models.generation_outputs import (
     side_outputs,
     stack_sequences,
 )
+from slipstream.server.models.queue_size import default_queue_size
 from slipstream.server.text.chat import DEFAULT_CHAT, ChatOptions
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.pipeline import PromptError, TextGenerator
@@ -105,11 +106,13 @@ class Scheduling(NamedTuple):
 
 
 def check_queue(request: InferRequest, count: int, engine: ServedEngine) -> None:
-    """Refuse a request of `count` sequences that would make the queue longer than configured."""
-    most = engine.model.queue_policy.max_queue_size
+    """Refuse a request of `count` sequences that would make the queue too long."""
     info = engine.generator.client.info
-    if not most or info is None:
+    if info is None:
         return
+    most = engine.model.queue_policy.max_queue_size
+    if not most:
+        most = default_queue_size(info.max_rows, info.max_sequence_tokens)
     outstanding = engine.generator.client.outstanding + engine.outstanding_elsewhere()
     waiting = max(0, outstanding - info.max_rows)
     if waiting + count > most and outstanding + count > info.max_rows:
