@@ -72,6 +72,7 @@ TIMED_OUT = "Request timeout expired"
 # priority level of requests without one, where the configuration has no default
 DEFAULT_LEVEL = 2
 LOWEST_LEVEL = 2**32 - 1  # levels beyond it are equal to it
+_LONGEST_TIMEOUT = 2**63 - 1  # microseconds; Triton's field has 64 bits
 
 
 class Generates(Protocol):
@@ -125,7 +126,7 @@ def read_scheduling(request: InferRequest, model: EngineModel) -> Scheduling:
     A client's timeout bounds its whole request. The policy's default bounds requests without one.
     """
     given = _whole_number(request, "timeout", request.timeout_microseconds)
-    microseconds = _timeout(model.queue_policy, given)
+    microseconds = min(_timeout(model.queue_policy, given), _LONGEST_TIMEOUT)
     deadline = time.monotonic() + microseconds / 1e6 if microseconds else None
     level = priority_level(
         _whole_number(request, "priority", request.priority),
