@@ -42,11 +42,10 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
 from slipstream.server.engine_link.cluster.leader import RankHosts
 from slipstream.server.engine_link.engine import Engine, EngineUnavailable
-from slipstream.server.engine_link.link import EngineFailed, FromEngine, ServerEnd
+from slipstream.server.engine_link.link import EngineFailed, FromEngine, ServerEnd, Silence
 from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
 from slipstream.server.engine_link.past_totals import PastTotals
 from slipstream.server.engine_link.serve import STATS_SECONDS
-from slipstream.server.engine_link.silence import Silence
 from slipstream.server.log.output import HANDLER
 
 logger = logging.getLogger(__name__)
