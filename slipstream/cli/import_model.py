@@ -50,7 +50,8 @@ def create_parser() -> Parser:
         "--dtype",
         default="auto",
         choices=["auto", "bfloat16", "float16", "float32"],
-        help="Data type of the weights; auto: the source's 16-bit type, or bfloat16.",
+        help="Data type of the weights; auto: as the source stores them in 16 bits or in GGUF "
+        "blocks, else bfloat16.",
     )
     add_weight_only(parser)
     parser.add_argument(

@@ -9,7 +9,13 @@ from slipstream.engine.loop import EngineLoop, Progress
 from slipstream.engine.ranks.following import Follower
 from slipstream.engine.ranks.orders import Followers
 from slipstream.engine.settings import EngineSettings
-from slipstream.engine.start import BuiltLimits, RankGroup, create_engine, create_follower
+from slipstream.engine.start import (
+    BuiltLimits,
+    RankGroup,
+    create_engine,
+    create_follower,
+    run_dtype,
+)
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.integrity import verify_weights
@@ -41,7 +47,7 @@ def start_engine(
     with verify_weights(folder):
         return create_engine(
             rank_spec(folder.spec, ranks.size),
-            rank_tensors(folder, ranks.rank, ranks.size),
+            rank_tensors(folder, ranks.rank, ranks.size, run_dtype(settings)),
             settings,
             folder.build.max_seq_len,
             progress,
@@ -64,5 +70,5 @@ def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> 
         folder.quantisation.kv_cache == "FP8",
     )
     spec = rank_spec(folder.spec, ranks.size)
-    tensors = rank_tensors(folder, ranks.rank, ranks.size)
+    tensors = rank_tensors(folder, ranks.rank, ranks.size, run_dtype(settings))
     return create_follower(spec, tensors, settings, limits, ranks)
