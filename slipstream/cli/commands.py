@@ -36,9 +36,11 @@ GROUPS: dict[str, dict[str, Command]] = {
         "serve": Command("start", "The same as start."),
         "chat": Command("chat", "Chat with a model of a running server."),
         "infer": Command("infer", "Send one prompt to a running server."),
-        "import": Command("import_model", "Add a model to the repository."),
-        "list": Command("list_models", "List the models in the repository."),
-        "remove": Command("remove_model", "Remove a model from the repository."),
+        "import": Command("models.import_model", "Add a model to the repository, or replace it."),
+        "list": Command("models.list_models", "List the models, with size, type and source."),
+        "show": Command("models.show", "Print what a model is, and where its files are."),
+        "remove": Command("models.remove_model", "Remove a model, and free its disk."),
+        "prune": Command("models.prune", "Free the disk of engines that nothing uses."),
     },
     "Operate": {
         "status": Command("status", "Print whether a server is live and ready."),
@@ -63,7 +65,7 @@ GROUPS: dict[str, dict[str, Command]] = {
             "compat.client", "Send tokens to an engine (inflight_batcher_llm_client.py)."
         ),
         "check": Command("check", "Report every problem of a model repository."),
-        "verify": Command("verify", "Compare an engine with its original model."),
+        "verify": Command("models.verify", "Compare an engine with its original model."),
         "profile": Command("bench", "The same as bench (genai-perf)."),
     },
 }

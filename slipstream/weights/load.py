@@ -17,6 +17,8 @@ from slipstream.engine.start import (
     run_dtype,
 )
 from slipstream.kernels.ranks import ALONE, Ranks
+from slipstream.weights.cache.locks import hold
+from slipstream.weights.engine_config import CONFIG_NAME
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.integrity import verify_weights
 from slipstream.weights.lora import read_adapter_folder
@@ -43,9 +45,10 @@ def start_engine(
     ranks, followers: with several ranks, this one leads.
     """
     folder = read_engine_folder(path)
+    mark = hold(folder.path / CONFIG_NAME)  # no command removes the folder meanwhile
     group = None if followers is None else RankGroup(ranks, folder.spec, followers)
     with verify_weights(folder):
-        return create_engine(
+        loop = create_engine(
             rank_spec(folder.spec, ranks.size),
             rank_tensors(folder, ranks.rank, ranks.size, run_dtype(settings)),
             settings,
@@ -58,6 +61,9 @@ def start_engine(
             compiler=compiler,
             group=group,
         )
+    if mark is not None:
+        loop.on_close = mark.close
+    return loop
 
 
 def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> Follower:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from argparse import Namespace
@@ -10,18 +9,26 @@ from pathlib import Path
 
 from slipstream.cli.arguments import CommandError, Parser, UsageError, add_verbose
 from slipstream.cli.engine_flags import WEIGHT_ONLY, add_weight_only
-from slipstream.cli.list_models import (
-    DEFAULT_REPOSITORY,
-    add_repository,
-    log_repository,
-    repository_folder,
-)
 from slipstream.cli.log import log, program
-from slipstream.cli.progress import ProgressLines
-from slipstream.repository.templates import FIXED_NAMES, RepositoryExists, write_repository
-from slipstream.weights.build import build_engine
-from slipstream.weights.engine_config import read_engine_config
-from slipstream.weights.home import expand_home, slipstream_home
+from slipstream.cli.models.list_models import log_repository
+from slipstream.cli.models.repository_option import add_repository, repository_folder
+from slipstream.cli.progress import ProgressLines, size_text
+from slipstream.repository.collection import (
+    UserModel,
+    list_models,
+    point_to_engine,
+    remove_former_engines,
+)
+from slipstream.repository.known import DEFAULT_REPOSITORY, remember_repository
+from slipstream.repository.templates import (
+    FIXED_NAMES,
+    RepositoryExists,
+    check_free,
+    write_repository,
+)
+from slipstream.weights.cache.engines import cached_engine, describe_engine, type_name
+from slipstream.weights.cache.locks import locked
+from slipstream.weights.engine_config import EngineFolderError, read_engine_config
 from slipstream.weights.sources.known_models import KNOWN_MODELS
 from slipstream.weights.sources.source import SourceError
 
@@ -32,7 +39,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 def create_parser() -> Parser:
     parser = Parser(
         "slipstream import",
-        "Add a model to the repository: fetch it, build its engine, write its configuration.",
+        "Add a model to the repository, or replace the one of this name: fetch it, take its engine "
+        "from the cache or build it, write its configuration. Other models are not changed.",
     )
     parser.add_argument(
         "-m",
@@ -96,36 +104,70 @@ def import_model(
     dtype: str = "auto",
     weight_only: str | None = None,
 ) -> Path:
-    """Build the engine of a model and write its repository. Returns the engine's folder."""
+    """Add a model to a repository, or replace the one of its name. Returns the engine's folder."""
     source, name = _source_and_name(model, source)
-    existing = [folder for folder in (name, *FIXED_NAMES) if (repository / folder).exists()]
-    if existing:  # write_repository would refuse too, but only after the build
-        raise RepositoryExists(
-            f"Found existing model at {repository / existing[0]}, skipping repo add; "
-            "remove it first (slipstream remove -m all), or choose another --repo"
-        )
-    engine = engine_folder(name)
-    with ProgressLines(lambda text: log("INFO", text)) as display:
-        build_engine(source, engine, dtype=dtype, weight_only=weight_only, progress=display.update)
-    if not display.built:
-        log("WARNING", f"Found existing engine(s) at {engine}, skipping build.")
-    limits = read_engine_config(engine).build
-    write_repository(repository, name, engine, engine, limits.max_batch_size)
-    log_repository(repository)
+    if name not in list_models(repository):
+        check_free(repository, name)  # `_put_in_place` would refuse too, but after the build
+    engine = build_cached(source, dtype, weight_only)
+    remember_repository(repository)
+    with locked(f"repository {repository.absolute()}", _log_wait):
+        _put_in_place(repository, name, engine)
+    remove_former_engines(engine)
+    if program() == "triton":
+        log_repository(repository)
     return engine
+
+
+def build_cached(source: str, dtype: str = "auto", weight_only: str | None = None) -> Path:
+    """Return the engine of a source from the cache. Says whether it is built or found."""
+    with ProgressLines(lambda text: log("INFO", text)) as display:
+        engine = cached_engine(source, dtype, weight_only, display.update, _log_wait)
+    if not display.built:
+        log("INFO", f"Found existing engine at {engine}, skipping build.")
+    return engine
+
+
+def _log_wait() -> None:
+    log("INFO", "Waiting for another command that works on the same model")
+
+
+def _put_in_place(repository: Path, name: str, engine: Path) -> None:
+    """Write the models of a name, or let those that exist use this engine."""
+    existing = list_models(repository).get(name)
+    if existing is None:
+        limits = read_engine_config(engine).build
+        write_repository(repository, name, engine, engine, limits.max_batch_size)
+        log("INFO", f"Added {name} ({_describe(engine)}) to {repository}")
+    elif existing.engine == engine:
+        log("INFO", f"{name} is up to date in {repository}: there is nothing to do")
+    else:
+        _replace(existing, engine)
+
+
+def _replace(existing: UserModel, engine: Path) -> None:
+    if existing.engine is None:
+        raise RepositoryExists(
+            f"Found existing model at {existing.folder}, skipping repo add: it has no engine to "
+            f"replace. Remove it first (slipstream remove {existing.name}), or choose "
+            "another name or --repo."
+        )
+    former = _describe(existing.engine)
+    point_to_engine(existing, engine)
+    log("INFO", f"Replaced {existing.name}: was {former}; is {_describe(engine)}")
+
+
+def _describe(engine: Path) -> str:
+    try:
+        found = describe_engine(engine)
+    except EngineFolderError:
+        return f"{engine}, which cannot be read"
+    return f"{type_name(found.config)} from {found.config.source}, {size_text(found.bytes)}"
 
 
 def _repository_option(repository: Path) -> str:
     if repository == DEFAULT_REPOSITORY.expanduser():
         return ""
     return f" --repo {shlex.quote(str(repository))}"
-
-
-def engine_folder(name: str) -> Path:
-    """Return the folder of the engine `name`, below ENGINE_DEST_PATH if it is set."""
-    place = os.environ.get("ENGINE_DEST_PATH")
-    parent = expand_home(place, "ENGINE_DEST_PATH") if place else slipstream_home() / "engines"
-    return parent / name
 
 
 def _source_and_name(model: str, source: str | None) -> tuple[str, str]:
