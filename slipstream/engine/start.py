@@ -226,7 +226,7 @@ def _choose_sizes(settings: EngineSettings, limits: BuiltLimits, ranks: Ranks) -
     device, sharing = _place(settings, ranks)
     on_gpu = device.type == "cuda"
     if not on_gpu:
-        torch.set_num_threads(cpu_threads(settings, usable_cores(), ranks.size))
+        torch.set_num_threads(cpu_threads(settings, usable_cores(), ranks.local_size))
     usual = _GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS
     longest = min(limits.longest, settings.max_sequence_tokens or limits.longest)
     step_tokens = settings.step_tokens or min(usual, limits.step_tokens or usual)
@@ -375,8 +375,9 @@ def _place(settings: EngineSettings, ranks: Ranks) -> tuple[torch.device, int]:
     """Return the device of this rank and how many processes are on it."""
     device = _device(settings)
     if device.type != "cuda":
-        return device, settings.replicas * ranks.size
-    placement = place_rank(settings, ranks.rank, ranks.size, torch.cuda.device_count())
+        return device, settings.replicas * ranks.local_size
+    gpus = torch.cuda.device_count()
+    placement = place_rank(settings, ranks.local_rank, ranks.local_size, gpus)
     if placement.device is None:
         return device, placement.sharing
     torch.cuda.set_device(placement.device)  # Triton launches kernels on the current device

@@ -226,27 +226,39 @@ class LoadedModels:
             if other != name and name in self._repository.needed_by(other)
         ]
 
-    async def load(self, name: str, reading: Reading) -> None:
-        """Load a model and those it uses. LoadFailed says why it cannot serve."""
-        failures: dict[str, LoadFailed] = {}
-        for part in reading.repository.needed_by(name):
-            needed = reading.repository.needed_by(part)
-            if (part in self._models and part != name) or any(one in failures for one in needed):
+    async def load(
+        self, name: str, reading: Reading, failures: dict[str, LoadFailed] | None = None
+    ) -> None:
+        """Load a model and those it uses. LoadFailed says why it cannot serve.
+
+        `failures`: the models that this order to load has tried. They are not tried again: an
+        engine can take minutes to fail.
+        """
+        failures = {} if failures is None else failures
+        needed_by = reading.repository.needed_by
+        for part in needed_by(name):
+            tried = part in failures or any(one in failures for one in needed_by(part))
+            if tried or (part in self._models and part != name):
                 continue
             try:
                 await self._load_one(reading.repository.models[part], reading)
             except LoadFailed as error:
-                if part == name:
-                    raise
                 failures[part] = error
-        for part, failure in failures.items():
-            text = (
-                f"ensemble '{name}' depends on '{part}' which has no loaded version. "
-                f"Model '{part}' loading failed with error: {failure}"
-            )
-            context = {"place": "model_repository_manager.cc:580", "model": name}
-            logger.error("Invalid argument: %s", text, extra=context)
-            raise LoadFailed(text)
+        if name in failures:
+            raise failures[name]
+        for part in needed_by(name):
+            if part in failures:
+                raise self._fail_part(name, part, failures[part])
+
+    def _fail_part(self, name: str, part: str, failure: LoadFailed) -> LoadFailed:
+        """Log that a model cannot be loaded without a part."""
+        text = (
+            f"ensemble '{name}' depends on '{part}' which has no loaded version. "
+            f"Model '{part}' loading failed with error: {failure}"
+        )
+        context = {"place": "model_repository_manager.cc:580", "model": name}
+        logger.error("Invalid argument: %s", text, extra=context)
+        return LoadFailed(text)
 
     async def _load_one(self, model: RepositoryModel, reading: Reading) -> None:
         if not model.versions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,7 @@ def start_engine(
 
 
 def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> Follower:
-    """Load one rank's part of an engine folder. The leading rank verifies the files."""
+    """Load one rank's part of an engine folder. The first rank of a machine verifies the files."""
     folder = read_engine_folder(path)
     limits = BuiltLimits(
         folder.build.max_seq_len,
@@ -76,5 +77,6 @@ def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> 
         folder.quantisation.kv_cache == "FP8",
     )
     spec = rank_spec(folder.spec, ranks.size)
-    tensors = rank_tensors(folder, ranks.rank, ranks.size, run_dtype(settings))
-    return create_follower(spec, tensors, settings, limits, ranks)
+    with verify_weights(folder) if ranks.local_rank == 0 else nullcontext():
+        tensors = rank_tensors(folder, ranks.rank, ranks.size, run_dtype(settings))
+        return create_follower(spec, tensors, settings, limits, ranks)
