@@ -6,6 +6,7 @@ as one.
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,13 +96,31 @@ def point_to_engine(model: UserModel, engine: Path) -> None:
     repository = model.folder.parent
     read = _read(repository)
     assert read is not None, f"{repository} has models"
-    former = f'"{escape_quotes(model.engine)}"'
+    former = f'"{escape_quotes(str(model.engine))}"'
     for part in sorted(model.parts, key=lambda name: _ENGINE_LAST.get(read.models[name].role, 0)):
         file = repository / part / CONFIG_NAME
         text = file.read_text(encoding="utf-8")
         if former in text:
-            changed = text.replace(former, f'"{escape_quotes(engine)}"')
+            changed = text.replace(former, f'"{escape_quotes(str(engine))}"')
             write_whole(file, changed, file.stat().st_mode & 0o777)
+
+
+def set_engine_parameter(model: UserModel, key: str, value: str) -> bool:
+    """Set a parameter of a model's engine model. Returns whether that changes its file."""
+    repository = model.folder.parent
+    read = _read(repository)
+    assert read is not None, f"{repository} has models"
+    engine = next(part for part in model.parts if read.models[part].role is Role.ENGINE)
+    file = repository / engine / CONFIG_NAME
+    text = file.read_text(encoding="utf-8")
+    escaped = escape_quotes(value)
+    line = f'parameters {{ key: "{key}" value {{ string_value: "{escaped}" }} }}\n'
+    former = re.compile(rf'^parameters {{ key: "{re.escape(key)}" value .*\n', re.MULTILINE)
+    changed = former.sub("", text) + line
+    if changed == text:
+        return False
+    write_whole(file, changed, file.stat().st_mode & 0o777)
+    return True
 
 
 def remove_model(repository: Path, model: UserModel) -> list[Path]:

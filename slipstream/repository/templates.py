@@ -103,8 +103,8 @@ def _values(
 ) -> dict[str, str]:
     return {
         "bls_model_name": model_name,
-        "engine_dir": escape_quotes(engine_dir),
-        "tokenizer_dir": escape_quotes(tokenizer_dir),
+        "engine_dir": escape_quotes(str(engine_dir.absolute())),
+        "tokenizer_dir": escape_quotes(str(tokenizer_dir.absolute())),
         "triton_max_batch_size": str(max_batch_size),
         "triton_backend": "tensorrtllm",
         "batching_strategy": "inflight_fused_batching",
@@ -118,9 +118,9 @@ def _values(
     }
 
 
-def escape_quotes(path: Path) -> str:
-    """Return a path as it stands in quotes in config.pbtxt."""
-    return str(path.absolute()).replace("\\", "\\\\").replace('"', '\\"')
+def escape_quotes(text: str) -> str:
+    """Return a text as it stands in quotes in config.pbtxt."""
+    return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _fill_all(text: str, values: Mapping[str, str]) -> str:

@@ -144,6 +144,25 @@ def test_a_model_is_replaced_and_keeps_its_edits(home: Path, sources: Path) -> N
     assert {path: after[path] for path in unchanged} == {path: other[path] for path in unchanged}
 
 
+def test_the_folder_of_adapters_is_set_and_kept(home: Path, sources: Path) -> None:
+    words = ["import", "-m", "one", "-s", sources / "llama"]
+    (home / "adapters").mkdir()
+    (home / "others").mkdir()
+    nothing = "one is up to date"
+
+    def folder() -> Path | None:
+        return read_repository(home / "models").engines["tensorrt_llm"].adapter_folder
+
+    assert nothing not in call(*words, "--lora-dir", home / "adapters").stdout
+    assert folder() == home / "adapters"
+    assert nothing in call(*words, "--lora-dir", home / "adapters").stdout
+    assert nothing in call(*words).stdout
+    assert nothing not in call(*words, "--lora-dir", home / "others").stdout
+    assert folder() == home / "others"
+    missing = run_cli([*words, "--lora-dir", home / "absent"])
+    assert missing.stderr == f"error: --lora-dir {home / 'absent'}: no such folder\n"
+
+
 def test_a_changed_source_is_built_again_and_the_former_engine_freed(
     home: Path, sources: Path
 ) -> None:

@@ -18,6 +18,7 @@ from slipstream.repository.collection import (
     list_models,
     point_to_engine,
     remove_former_engines,
+    set_engine_parameter,
 )
 from slipstream.repository.known import DEFAULT_REPOSITORY, remember_repository
 from slipstream.repository.templates import (
@@ -29,6 +30,7 @@ from slipstream.repository.templates import (
 from slipstream.weights.cache.engines import cached_engine, describe_engine, type_name
 from slipstream.weights.cache.locks import locked
 from slipstream.weights.engine_config import EngineFolderError, read_engine_config
+from slipstream.weights.home import expand_home
 from slipstream.weights.sources.known_models import KNOWN_MODELS
 from slipstream.weights.sources.source import SourceError
 
@@ -73,6 +75,13 @@ def create_parser() -> Parser:
         choices=WEIGHT_ONLY,
         help="Data type of the linear layers with --use_weight_only.",
     )
+    parser.add_argument(
+        "--lora-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="Folder whose sub-folders are LoRA adapters of this model, which requests can name "
+        "(default: as it is, none for a new model).",
+    )
     parser.add_argument("--backend", default=BACKEND, help=f"Only {BACKEND} is supported.")
     add_verbose(parser)
     return parser
@@ -88,7 +97,14 @@ def run(given: Namespace) -> int:
             raise UsageError("--weight-only and --use_weight_only exclude each other: give one")
         weight_only = given.weight_only_precision
     try:
-        import_model(given.model, given.source, repository, given.dtype, weight_only)
+        import_model(
+            given.model,
+            given.source,
+            repository,
+            given.dtype,
+            weight_only,
+            _adapter_folder(given.lora_dir),
+        )
     except RepositoryExists as error:
         raise CommandError(str(error)) from error
     except KeyboardInterrupt:
@@ -103,15 +119,24 @@ def import_model(
     repository: Path,
     dtype: str = "auto",
     weight_only: str | None = None,
+    adapters: Path | None = None,
 ) -> Path:
-    """Add a model to a repository, or replace the one of its name. Returns the engine's folder."""
+    """Add a model to a repository, or replace the one of its name. Returns the engine's folder.
+
+    adapters: folder of its LoRA adapters; None: as it is
+    """
     source, name = _source_and_name(model, source)
     if name not in list_models(repository):
         check_free(repository, name)  # `_put_in_place` would refuse too, but after the build
     engine = build_cached(source, dtype, weight_only)
     remember_repository(repository)
     with locked(f"repository {repository.absolute()}", _log_wait):
-        _put_in_place(repository, name, engine)
+        changed = _put_in_place(repository, name, engine)
+        if adapters is not None:
+            added = list_models(repository)[name]
+            changed |= set_engine_parameter(added, "lora_prefetch_dir", str(adapters))
+        if not changed:
+            log("INFO", f"{name} is up to date in {repository}: there is nothing to do")
     remove_former_engines(engine)
     if program() == "triton":
         log_repository(repository)
@@ -131,17 +156,30 @@ def _log_wait() -> None:
     log("INFO", "Waiting for another command that works on the same model")
 
 
-def _put_in_place(repository: Path, name: str, engine: Path) -> None:
-    """Write the models of a name, or let those that exist use this engine."""
+def _adapter_folder(folder: Path | None) -> Path | None:
+    if folder is None:
+        return None
+    folder = expand_home(folder, "--lora-dir").absolute()
+    if not folder.is_dir():
+        raise CommandError(f"--lora-dir {folder}: no such folder")
+    return folder
+
+
+def _put_in_place(repository: Path, name: str, engine: Path) -> bool:
+    """Write the models of a name, or let those that exist use this engine.
+
+    Returns whether anything has changed.
+    """
     existing = list_models(repository).get(name)
     if existing is None:
         limits = read_engine_config(engine).build
         write_repository(repository, name, engine, engine, limits.max_batch_size)
         log("INFO", f"Added {name} ({_describe(engine)}) to {repository}")
-    elif existing.engine == engine:
-        log("INFO", f"{name} is up to date in {repository}: there is nothing to do")
-    else:
+    elif existing.engine != engine:
         _replace(existing, engine)
+    else:
+        return False
+    return True
 
 
 def _replace(existing: UserModel, engine: Path) -> None:
