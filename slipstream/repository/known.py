@@ -20,10 +20,14 @@ def served_repositories() -> Path:
 def remember_repository(repository: Path) -> None:
     """Note that a repository may need engines of the cache."""
     path = str(repository.absolute())
-    with locked("known repositories"):
-        known = _remembered()
-        if path not in known:
-            write_whole(_memory(), "".join(f"{line}\n" for line in [*known, path]))
+    if path in _remembered():
+        return
+    try:
+        with locked("known repositories"):
+            lines = [*_remembered(), path]
+            write_whole(_memory(), "".join(f"{line}\n" for line in lines))
+    except OSError:
+        return  # where nothing can be written, no engine can be removed either
 
 
 def _memory() -> Path:

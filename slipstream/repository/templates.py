@@ -18,7 +18,8 @@ from pathlib import Path
 from slipstream.repository.config import CONFIG_NAME
 
 VERSION = "1"
-FIXED_NAMES = ("preprocessing", "postprocessing", "tensorrt_llm", "ensemble")
+ENSEMBLE = "ensemble"
+FIXED_NAMES = ("preprocessing", "postprocessing", "tensorrt_llm", ENSEMBLE)
 BLS_TEMPLATE = "tensorrt_llm_bls"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VARIABLE = re.compile(r"\$\{([^{}\s]*)\}")

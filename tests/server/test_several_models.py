@@ -137,6 +137,13 @@ def test_models_and_adapters_are_chosen_by_name(
     assert ask(place.server, model, adapter) == place.expected[adapter]
 
 
+def test_the_helper_models_are_not_offered(place: Place) -> None:
+    listed = httpx.get(f"http://{place.server.http}/v1/models", timeout=60).json()["data"]
+    names = [model["id"] for model in listed]
+    assert sorted(names) == ["ensemble", "one", "one-lora", "two", "two-lora"]
+    assert ask_openai(place.server, "two-ensemble", "") == place.expected["two"]
+
+
 def test_list_says_which_models_are_served(place: Place) -> None:
     lines = run_cli(["list", "--repo", place.folder / "models"]).stdout.splitlines()
     assert [line.split()[0] for line in lines if " yes " in line] == ["one", "two"]
