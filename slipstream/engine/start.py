@@ -246,7 +246,7 @@ def _choose_sizes(settings: EngineSettings, limits: BuiltLimits, ranks: Ranks) -
     step_tokens = settings.step_tokens or min(usual, limits.step_tokens or usual)
     return EngineSizes(
         device=device,
-        dtype=getattr(torch, _dtype_name(settings.dtype, on_gpu)),
+        dtype=_dtype_on(device, settings),
         longest=longest,
         # Without chunks a whole prompt must fit one step.
         step_tokens=step_tokens if settings.chunked else max(step_tokens, longest),
@@ -401,6 +401,16 @@ def _place(settings: EngineSettings, ranks: Ranks) -> tuple[torch.device, int]:
         return device, placement.sharing
     torch.cuda.set_device(placement.device)  # Triton launches kernels on the current device
     return torch.device("cuda", placement.device), placement.sharing
+
+
+def run_dtype(settings: EngineSettings) -> torch.dtype:
+    """Return the type that an engine with these settings computes in."""
+    return _dtype_on(_device(settings), settings)
+
+
+def _dtype_on(device: torch.device, settings: EngineSettings) -> torch.dtype:
+    found: torch.dtype = getattr(torch, _dtype_name(settings.dtype, device.type == "cuda"))
+    return found
 
 
 def _device(settings: EngineSettings) -> torch.device:
