@@ -77,20 +77,31 @@ def build_engine(
     output = Path(output)
     progress = progress or no_progress
     opened = open_source(str(source), progress) if isinstance(source, str | Path) else source
-    plan = plan_build(
-        opened,
-        dtype,
-        weight_only,
-        fp8_kv_cache,
-        limits or BuildLimits.for_model(opened.spec),
-        keep_stored=dtype == "auto" and weight_only is None,
-    )
+    plan = plan_engine(opened, dtype, weight_only, fp8_kv_cache, limits)
     if _is_built(output, plan, wanted_ranks):
         return output
     check_disk(output, file_size(engine_layout(opened.spec, plan.dtype, plan.quantisation)))
     with whole_folder(output, CONFIG_NAME, _old_files(output)) as staging:
         _write_folder(opened, plan, staging, progress, wanted_ranks)
     return output
+
+
+def plan_engine(
+    source: Source,
+    dtype: str,
+    weight_only: str | None,
+    fp8_kv_cache: bool = False,
+    limits: BuildLimits | None = None,
+) -> EnginePlan:
+    """Return the plan of an engine folder, decided from the source's headers alone."""
+    return plan_build(
+        source,
+        dtype,
+        weight_only,
+        fp8_kv_cache,
+        limits or BuildLimits.for_model(source.spec),
+        keep_stored=dtype == "auto" and weight_only is None,
+    )
 
 
 def _is_built(output: Path, plan: EnginePlan, wanted_ranks: int) -> bool:

@@ -85,6 +85,7 @@ class EngineConfig:
     pooling: PoolingDefaults | None = None  # None: the source declares nothing
     # ranks that the user of the build wanted; the folder is whole and runs with any number
     wanted_ranks: int = 1
+    source: str = ""  # where the weights came from; empty: not recorded
 
 
 def read_engine_config(path: str | Path) -> EngineConfig:
@@ -201,6 +202,7 @@ def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineC
         inputs_hash=own.get("request", ""),
         pooling=read_pooling_defaults(own),
         wanted_ranks=_read_wanted_ranks(pretrained),
+        source=str(own.get("source", "")),
     )
 
 
@@ -234,7 +236,7 @@ def _load_json(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise EngineFolderError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineFolderError(f"{path}: damaged: not JSON; {_REBUILD}") from error
     if not isinstance(config, dict):
         raise EngineFolderError(f"{path}: damaged: not a JSON object; {_REBUILD}")

@@ -15,6 +15,8 @@ from slipstream.engine.sizes import BuiltLimits
 from slipstream.engine.start import RankGroup, create_engine, create_follower
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.kernels.stored import Weight
+from slipstream.weights.cache.locks import hold
+from slipstream.weights.engine_config import CONFIG_NAME
 from slipstream.weights.engine_folder import EngineFolder, read_engine_folder
 from slipstream.weights.home import cpu_code_folder, slipstream_home
 from slipstream.weights.integrity import verify_weights
@@ -63,9 +65,10 @@ def start_engine(
     ranks, followers: with several ranks, this one leads.
     """
     folder = read_engine_folder(path)
+    mark = hold(folder.path / CONFIG_NAME)  # no command removes the folder meanwhile
     group = None if followers is None else RankGroup(ranks, folder.spec, followers)
     with verify_weights(folder):
-        return create_engine(
+        loop = create_engine(
             rank_spec(folder.spec, ranks.size),
             FolderWeights(folder, ranks.rank, ranks.size),
             settings,
@@ -79,6 +82,9 @@ def start_engine(
             group=group,
             code_folder=cpu_code_folder(slipstream_home()),
         )
+    if mark is not None:
+        loop.on_close = mark.close
+    return loop
 
 
 def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> Follower:
