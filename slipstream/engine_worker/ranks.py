@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from slipstream.engine.loop import EngineLoop, Progress
     from slipstream.kernels.gpu.compilation.pool import CompilePool
-    from slipstream.kernels.ranks import TorchRanks
+    from slipstream.kernels.torch_ranks import TorchRanks
 
 _FAILURE_SECONDS = 1.0  # from a broken connection until the end of the other process is known
 # The server ends a start that takes too long, and a rank that is silent.
@@ -71,7 +71,7 @@ def _join(
     import torch.distributed as dist
 
     from slipstream.engine.memory.placement import place_rank
-    from slipstream.kernels.ranks import TorchRanks
+    from slipstream.kernels.torch_ranks import TorchRanks
 
     if dist.is_initialized():
         raise ValueError(
@@ -177,7 +177,10 @@ def start_own_ranks(engine_folder: str, settings: EngineSettings) -> EngineLoop:
         raise
     followers.remove_files()
 
+    end_leader = loop.on_close
+
     def end_followers() -> None:
+        end_leader()
         followers.close()
         disconnect(settings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,16 +11,41 @@ from slipstream.engine.loop import EngineLoop, Progress
 from slipstream.engine.ranks.following import Follower
 from slipstream.engine.ranks.orders import Followers
 from slipstream.engine.settings import EngineSettings
-from slipstream.engine.start import BuiltLimits, RankGroup, create_engine, create_follower
+from slipstream.engine.sizes import BuiltLimits
+from slipstream.engine.start import RankGroup, create_engine, create_follower
 from slipstream.kernels.ranks import ALONE, Ranks
-from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.kernels.stored import Weight
+from slipstream.weights.cache.locks import hold
+from slipstream.weights.engine_config import CONFIG_NAME
+from slipstream.weights.engine_folder import EngineFolder, read_engine_folder
 from slipstream.weights.home import cpu_code_folder, slipstream_home
 from slipstream.weights.integrity import verify_weights
 from slipstream.weights.lora import read_adapter_folder
 from slipstream.weights.shards import rank_spec, rank_tensors
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from slipstream.kernels.gpu.compilation.pool import CompilePool
+
+
+@dataclass(frozen=True)
+class FolderWeights:
+    """The weights of one rank's part of an engine folder."""
+
+    folder: EngineFolder
+    rank: int = 0
+    ranks: int = 1
+
+    def tensors(self, dtype: str) -> dict[str, Tensor]:
+        import torch
+
+        return rank_tensors(self.folder, self.rank, self.ranks, getattr(torch, dtype))
+
+    def arrays(self) -> dict[str, Weight]:
+        if self.ranks > 1:
+            raise ValueError("a rank's part of the weights is made with torch")
+        return self.folder.weights()
 
 
 def start_engine(
@@ -39,11 +65,12 @@ def start_engine(
     ranks, followers: with several ranks, this one leads.
     """
     folder = read_engine_folder(path)
+    mark = hold(folder.path / CONFIG_NAME)  # no command removes the folder meanwhile
     group = None if followers is None else RankGroup(ranks, folder.spec, followers)
     with verify_weights(folder):
-        return create_engine(
+        loop = create_engine(
             rank_spec(folder.spec, ranks.size),
-            rank_tensors(folder, ranks.rank, ranks.size),
+            FolderWeights(folder, ranks.rank, ranks.size),
             settings,
             folder.build.max_seq_len,
             progress,
@@ -55,6 +82,9 @@ def start_engine(
             group=group,
             code_folder=cpu_code_folder(slipstream_home()),
         )
+    if mark is not None:
+        loop.on_close = mark.close
+    return loop
 
 
 def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> Follower:
@@ -67,6 +97,6 @@ def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> 
         folder.quantisation.kv_cache == "FP8",
     )
     spec = rank_spec(folder.spec, ranks.size)
+    weights = FolderWeights(folder, ranks.rank, ranks.size)
     with verify_weights(folder) if ranks.local_rank == 0 else nullcontext():
-        tensors = rank_tensors(folder, ranks.rank, ranks.size)
-        return create_follower(spec, tensors, settings, limits, ranks)
+        return create_follower(spec, weights, settings, limits, ranks)

@@ -412,6 +412,51 @@ def test_requests_and_answers(modules: Path) -> None:
     )
 
 
+@needs_node
+def test_metrics_become_rates_and_quantiles(modules: Path) -> None:
+    """The quantiles are those of Prometheus' histogram_quantile."""
+    found = node(
+        modules,
+        """import { engineNames, parseMetrics, quantileOf, rateOf, sumOf } from "./prometheus.js";
+        import { roundUp, short } from "./plots.js";
+        const text = (running, counts) => ["# HELP x y", `slipstream_requests_running{model="a",version="1"} ${running}`,
+          'slipstream_requests_running{model="b \\\\"q\\\\"",version="1"} 2', "up 1",
+          ...["0.1", "0.2", "+Inf"].map((le, i) => `h_bucket{model="a",le="${le}"} ${counts[i]}`)].join("\\n");
+        const before = parseMetrics(text(10, [5, 5, 5])), after = parseMetrics(text(16, [9, 13, 15]));
+        console.log(JSON.stringify({
+          names: engineNames(after), sums: [sumOf(after, "slipstream_requests_running"), sumOf(after, "up"), sumOf(after, "none")],
+          rate: rateOf(before, after, "slipstream_requests_running", "a", 2), back: rateOf(after, before, "slipstream_requests_running", "a", 2),
+          quantiles: [0.2, 0.6, 0.99].map(one => quantileOf(before, after, "h", "a", one)), none: quantileOf(after, after, "h", "a", 0.5),
+          round: [0, 0.03, 1, 7, 1234].map(roundUp), short: [null, 0, 0.01234, 1.26, 250.4, 12345, 2e6].map(short) }));
+        """,
+    )
+    assert found["names"] == ["a", 'b "q"']
+    assert (found["sums"], found["rate"], found["back"]) == ([18, 1, 0], 3, 0)
+    assert found["quantiles"] == pytest.approx([0.05, 0.15, 0.2])
+    assert found["none"] is None
+    assert found["round"] == [1, pytest.approx(0.05), 1, 10, 2000]
+    assert found["short"] == ["–", "0", "0.012", "1.3", "250", "12.3k", "2.0M"]
+
+
+@needs_node
+def test_steps_are_laid_out_by_what_their_rows_computed(modules: Path) -> None:
+    found = node(
+        modules,
+        """import { layOut } from "./timeline.js";
+        const steps = [[10, [0], [7], [32], [false]], [20, [0, 1], [7, 3], [8, 1], [true, true]],
+          [30, [0, 1], [7, 3], [1, 3], [true, true]], [40, [0], [8], [5], [true]]];
+        console.log(JSON.stringify(layOut(steps).map(({ cells }) => cells.map(({ request, kind }) => [request, kind]))));
+        """,
+    )
+    prompt, token, drafts = range(3)
+    assert found == [
+        [["0:7", prompt]],
+        [["0:7", prompt], ["1:3", token]],
+        [["0:7", token], ["1:3", drafts]],
+        [["0:8", prompt]],
+    ]
+
+
 # -- colours
 
 

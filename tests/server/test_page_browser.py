@@ -339,6 +339,36 @@ def test_answers_of_a_schema_and_calls_of_tools(browser: Browser, real: str) -> 
     assert browser.one("#schema-status").text.startswith("JSON schema: ")
 
 
+def test_the_dashboard(browser: Browser, real: str) -> None:
+    open_page(browser, real)
+    for tokens in (20, 12):
+        set_field(browser, "max_tokens", tokens)
+        set_field(browser, "seed", tokens)
+        browser.type("#text", "hello" + Keys.ENTER)
+        finish(browser)
+    browser.one("#tab-dashboard").click()
+    browser.wait(lambda: "requests" in timeline(browser), "the steps")
+    assert timeline(browser).endswith("at most 1 in one step")
+    browser.wait(lambda: len(browser.all("#dashboard polyline")) >= 4, "lines")
+    titles = [title.partition(" (")[0] for title in browser.texts("#dashboard .plots figcaption")]
+    assert titles == [
+        "Requests",
+        "Tokens",
+        "KV cache",
+        "Time to first token",
+        "Time between tokens",
+        "Time in the queue",
+    ]
+    tiles = dict(zip(browser.texts(".tile dt"), browser.texts(".tile dd"), strict=True))
+    assert int(tiles["Requests finished"]) >= 2
+    assert browser.accessibility_problems() == []
+
+
+def timeline(browser: Browser) -> str:
+    shown = browser.all(".timeline canvas")
+    return (shown[0].get_attribute("aria-label") or "") if shown else ""
+
+
 def test_the_keyboard_is_enough(browser: Browser, server: PageServer) -> None:
     open_page(browser, server.url)
     browser.one("#tab-chat").send_keys(Keys.ARROW_RIGHT)

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.engine.cpu.packing import pack_quantised, pack_tensor
-from slipstream.kernels.attention import cache_shape
-from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.attention_rule import AttentionRule, cache_shape
 from slipstream.kernels.cpu.memory import round_up
 from slipstream.kernels.cpu.operations import Format, TableFormat, WeightFormat
 from slipstream.kernels.cpu.pack import Packed, interleave_halves, padded_floats
@@ -121,8 +120,8 @@ class CpuModel:
         for theta in {spec.theta_of_layer(index) for index in range(spec.layers)}:
             cosine, signed_sine = rotary_table(spec, positions, theta)
             self.rope[theta] = (
-                np.ascontiguousarray(cosine.numpy()[:, :half]),
-                np.ascontiguousarray(signed_sine.numpy()[:, half:]),
+                np.ascontiguousarray(cosine[:, :half]),
+                np.ascontiguousarray(signed_sine[:, half:]),
             )
 
     def _layer(self, index: int) -> LayerWeights:

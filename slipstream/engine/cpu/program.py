@@ -9,7 +9,7 @@ import numpy as np
 
 from slipstream.engine.cpu.adapter_parts import AdapterPart, ApplyGate, StepParts
 from slipstream.engine.cpu.model import CpuModel, LayerWeights, LinearWeights, NormWeights
-from slipstream.kernels.adapters import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
+from slipstream.kernels.adapter_layout import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
 from slipstream.kernels.cpu.layout import BLOCK, LANES
 from slipstream.kernels.cpu.memory import aligned, aligned_rows, round_up
 from slipstream.kernels.cpu.operations import (

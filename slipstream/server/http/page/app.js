@@ -4,6 +4,7 @@ import { Server } from "./api.js";
 import { Chat } from "./chat.js";
 import { Compare } from "./compare.js";
 import { createConversation } from "./conversation.js";
+import { Dashboard } from "./dashboard.js";
 import { askText } from "./dialog.js";
 import { at, showProblem } from "./elements.js";
 import { ConversationList } from "./list.js";
@@ -22,6 +23,7 @@ const list = new ConversationList(store, () => chat.conversation, conversation =
 });
 const compare = new Compare(store, server, settings);
 const schema = new SchemaTab(store, server, settings);
+const dashboard = new Dashboard(server);
 
 let asking = false;
 
@@ -63,7 +65,7 @@ document.addEventListener("keydown", event => {
   schema.stop();
 });
 startPanels(store);
-startTabs(() => {});
+startTabs(name => dashboard.watch(name === "dashboard"));
 const last = store.get("current", "");
 chat.open((last && store.load(last)) || createConversation());
 list.show();
