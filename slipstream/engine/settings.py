@@ -74,6 +74,8 @@ class EngineSettings:
     mixed_graphs: bool = True  # CUDA graphs of steps that mix decodes with few prompt tokens
     # compiled code of a CPU: auto, off (torch instead), or the name of an instruction level
     cpu_code: str = "auto"
+    # on a CPU, multiply quantised weights by activations of 16 bits, not of 8
+    exact_activations: bool = False
     replicas: int = 1  # engines of this model behind one server
     replica: int = 0  # index of this engine among them
     # GPUs of all replicas in order, one for each rank, as numbered within CUDA_VISIBLE_DEVICES.

@@ -236,7 +236,8 @@ def _prepare_compiled(
         return None
     arrays = weights.arrays()
     weight_bytes = sum(bytes_of(weight) for weight in arrays.values())
-    model = CpuModel(spec, arrays, sizes.dtype, sizes.longest, settings.kernel_options)
+    exact = settings.exact_activations
+    model = CpuModel(spec, arrays, sizes.dtype, sizes.longest, settings.kernel_options, exact)
     # A wider window covers every sequence.
     if min(settings.attention_windows, default=sizes.longest) < sizes.longest:
         model.set_attention_windows(settings.attention_windows, settings.sink_tokens)

@@ -70,8 +70,9 @@ ENGINE_PARAMETERS: dict[str, str] = {
     "xgrammar_tokenizer_info_path": "text",
     # how embeddings are pooled, whatever the model declares
     "embedding_pooling": "text",
-    # switches that only this server has; all but the first are for debugging
+    # switches that only this server has; all but the first two are for debugging
     "deterministic": "bool",
+    "exact_activations": "bool",
     "compressed_weights": "bool",
     "compressed_kv_cache": "bool",
     "fused_gemv": "bool",
@@ -230,6 +231,7 @@ _PLAIN_SETTINGS = {
     "enable_chunked_context": "chunked",
     "enable_trt_overlap": "overlap",
     "deterministic": "deterministic",
+    "exact_activations": "exact_activations",
     "compressed_weights": "compressed_weights",
     "compressed_kv_cache": "compressed_kv_cache",
     "fused_gemv": "fused_gemv",

@@ -14,7 +14,9 @@ from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
 from slipstream.engine.with_torch.runner import Runner
+from slipstream.kernels.cpu.operations import WeightFormat
 from slipstream.weights.build import build_engine
+from slipstream.weights.engine_folder import read_engine_folder
 
 PROMPTS = [[5, 6, 7], list(range(60)), [9] * 40, [1, 2] * 10, [33]]
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "gemma2", "gemma3", "phi3", "gptj", "falcon")
@@ -99,6 +101,29 @@ def test_log_probabilities_are_bitwise_the_same_in_batches_and_chunks(llama):
     expected = log_probs()
     assert log_probs(step_tokens=5, threads=1) == expected
     assert log_probs(max_rows=1, threads=4) == expected
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_quantised_engines_keep_their_weights(tmp_path, bits):
+    sizes = {"hidden_size": 128, "intermediate_size": 192}
+    random_model(config_of("llama", **sizes)).save_pretrained(tmp_path / "hf")
+    built = build_engine(tmp_path / "hf", tmp_path / "engine", weight_only=bits)
+    sequence = PROMPTS[1]
+    request = GenerateRequest(0, sequence, SamplingParams(max_tokens=1, context_logits=True))
+    opened = read_engine_folder(built)
+    [expected] = logits_of(opened.spec, opened.tensors(), torch.float32, [sequence])
+
+    def distance(dtype, **settings):
+        loop = engine(built, dtype=dtype, **settings)
+        assert isinstance(loop.runner, CpuRunner)
+        kinds = {part.format for part in loop.runner.model.layers[0].up.parts}
+        assert (WeightFormat.F32 in kinds) == (dtype == "float32")
+        found = context_logits(loop, request, opened.spec.vocab_size)
+        return np.abs(found - expected.numpy()).mean() / expected.numpy().std()
+
+    assert distance("float32") < 1e-5
+    rounded = distance("bfloat16")
+    assert distance("bfloat16", exact_activations=True) < rounded < 0.05
 
 
 def test_reasons_for_torch_are_logged(llama, caplog):

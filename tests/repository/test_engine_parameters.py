@@ -50,6 +50,7 @@ VALUES = {
     "enable_trt_overlap": "false",
     "embedding_pooling": "mean",
     "deterministic": "true",
+    "exact_activations": "true",
     "compressed_weights": "false",
     "compressed_kv_cache": "false",
     "fused_gemv": "false",

@@ -28,6 +28,7 @@ class NormWeights(NamedTuple):
 class LinearWeights(NamedTuple):
     parts: tuple[Packed, ...]  # their outputs follow each other
     bias: np.ndarray | None  # float32 [padded outputs]
+    exact: bool  # quantised weights take activations of bfloat16
 
     @property
     def outputs(self) -> int:
@@ -45,7 +46,7 @@ class LinearWeights(NamedTuple):
         kind = self.parts[0].format
         if kind is WeightFormat.F32:
             return Format.F32
-        return Format.BF16 if kind is WeightFormat.BF16 else Format.INT8
+        return Format.BF16 if kind is WeightFormat.BF16 or self.exact else Format.INT8
 
 
 class EmbeddingTable(NamedTuple):
@@ -83,8 +84,12 @@ class CpuModel:
         dtype: str,
         positions: int,
         options: KernelOptions = KernelOptions(),
+        exact_activations: bool = False,
     ) -> None:
-        """dtype: float32 or bfloat16; positions: the longest sequence"""
+        """dtype: float32 or bfloat16; positions: the longest sequence; exact_activations: do not
+        round activations to 8 bits where weights are quantised
+        """
+        self.exact = exact_activations
         self.spec = spec
         self.dtype = dtype
         self.options = options
@@ -164,7 +169,8 @@ class CpuModel:
         own = not spec.tied_embeddings or self._source.has("lm_head.weight")
         name = "lm_head" if own else "transformer.vocab_embedding"
         parts = self._source.matrix(name, spec.vocab_size, spec.hidden_size)
-        self.head = LinearWeights(parts, self._head_bias(sum(part.outputs for part in parts)))
+        bias = self._head_bias(sum(part.outputs for part in parts))
+        self.head = LinearWeights(parts, bias, self.exact)
         if not own:
             [packed] = parts
             self.embedding = EmbeddingTable(
@@ -188,7 +194,7 @@ class CpuModel:
                 interleave_halves(numbers) if gated else numbers,
                 sum(part.outputs for part in parts),
             )
-        return LinearWeights(parts, numbers)
+        return LinearWeights(parts, numbers, self.exact)
 
     def _head_bias(self, outputs: int) -> np.ndarray | None:
         if not self.spec.head_bias:

@@ -11,6 +11,7 @@ from slipstream.engine.cpu.adapter_parts import AdapterPart, ApplyGate, StepPart
 from slipstream.engine.cpu.model import CpuModel, LayerWeights, LinearWeights, NormWeights
 from slipstream.kernels.adapter_layout import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
 from slipstream.kernels.cpu.layout import BLOCK, LANES
+from slipstream.kernels.cpu.levels import LAYOUT_OF
 from slipstream.kernels.cpu.memory import aligned, aligned_rows, round_up
 from slipstream.kernels.cpu.operations import (
     ACTIVATIONS,
@@ -350,6 +351,7 @@ class ProgramWriter:
                 format=kind,
                 activation=ACTIVATIONS.index(self.spec.activation),
                 second=second,
+                exact=weights.exact and packed.format in LAYOUT_OF,
             )
             start += packed.outputs
             # Two parts may be computed at the same time. Work counters serve no more.

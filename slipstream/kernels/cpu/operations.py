@@ -219,6 +219,7 @@ class Linear(Operation):
     format: int  # of the target, for GATE and ACTIVATE: F32 or BF16
     activation: int
     second: int
+    exact: int = 0  # 1: quantised weights take activations of bfloat16, not of 8 bits
 
 
 @dataclass(frozen=True)

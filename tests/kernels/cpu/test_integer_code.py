@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cpu_steps import address, run
+from cpu_steps import address, as_bf16, from_bf16, run
 
 from slipstream.kernels.cpu.layout import GROUP
 from slipstream.kernels.cpu.memory import aligned_rows
@@ -74,7 +74,7 @@ def quantised(team, numbers):
     return stored, levels * np.repeat(scales, GROUP, axis=1).astype(np.float64)
 
 
-def linear(team, packed, x, rows):
+def linear(team, packed, x, rows, exact=False):
     target = aligned_rows(rows, packed.outputs, np.float32)
     operation = Linear(
         weights=packed.address,
@@ -92,6 +92,7 @@ def linear(team, packed, x, rows):
         format=Format.F32,
         activation=ACTIVATIONS.index("silu"),
         second=0,
+        exact=exact,
     )
     run(team, [Entry(operation)], rows)
     return target
@@ -123,6 +124,23 @@ def test_every_number_of_rows(team, kind, shape):
         # float16 rounds what the offset of signed levels becomes
         assert (np.abs(found - expected[:count]) <= 4e-4 * sizes[:count] + 1e-6).all()
         assert (target[:, shape[0] :] == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(32, 128), (50, 256)])
+def test_activations_of_bfloat16_are_not_rounded_further(team, kind, shape):
+    rows = random_rows(kind, *shape)
+    numbers = np.random.default_rng(2).standard_normal((17, shape[1])).astype(np.float32)
+    stored = as_bf16(numbers)
+    exact = from_bf16(stored).astype(np.float64)
+    expected = exact @ weights_of(rows).T
+    sizes = np.abs(exact) @ np.abs(weights_of(rows).T)
+    packed = pack_levels(rows)
+    whole = linear(team, packed, stored, 17, exact=True)
+    assert (np.abs(whole[:, : shape[0]] - expected) <= 4e-4 * sizes + 1e-6).all()
+    for count in range(1, 9):
+        found = linear(team, packed, stored[3:], count, exact=True)
+        assert np.array_equal(found, whole[3 : 3 + count])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,6 +17,7 @@ from slipstream.kernels.cpu.levels import FACTOR_BYTES, LevelLayout
 
 _HALVES = (0, 1)  # vectors of a block's outputs
 _LOW_BITS = 0x0F0F0F0F
+_BF16_ONES = 0x3F803F80  # two of bfloat16
 
 
 class _Row(NamedTuple):
@@ -47,6 +48,79 @@ def integer_tile(module: Module, layout: LevelLayout, rows: int) -> Function:
         for row, halves in enumerate(totals):
             f.store(halves[half].get() * factor, target + (row * 128 + half * 64))
     return f
+
+
+def exact_tile(module: Module, layout: LevelLayout, rows: int) -> Function:
+    """As `integer_tile`, for activations of bfloat16: levels are expanded in registers."""
+    f = module.function(f"exact_{layout.format.name.lower()}_{rows}", 5)
+    weights, x, x_stride, target, inputs = f.parameters
+    totals = f.accumulators(rows, len(_HALVES))
+    with f.range(0, inputs // GROUP) as group:
+        place = weights + group * layout.group_bytes + FACTOR_BYTES
+        own = [x + x_stride * row + group * (2 * GROUP) for row in range(rows)]
+        sums = [_sum_parts(f, row, layout) if layout.has_offsets else [] for row in own]
+        for half in _HALVES:
+            _add_exact_group(f, layout, place, half, own, sums, [row[half] for row in totals])
+    for half in _HALVES:
+        factor = f.load(VF32, weights + half * 64, 64)
+        for row, halves in enumerate(totals):
+            f.store(halves[half].get() * factor, target + (row * 128 + half * 64))
+    return f
+
+
+def _sum_parts(f: Function, row: Value, layout: LevelLayout) -> list[Value]:
+    """Return the sums of a group's activations that share a scale, each in all lanes."""
+    ones = f.value(VI32, _BF16_ONES)
+    found = []
+    size = GROUP // layout.parts
+    for first in range(0, GROUP, size):
+        total = v.zeros(f)
+        for element in range(first, first + size, 2):
+            pair = v.splat(f, f.load(I32, row + element * 2, 4))
+            total = v.dot_bf16(f, total, ones, pair)
+        found.append(total)
+    return found
+
+
+def _add_exact_group(
+    f: Function,
+    layout: LevelLayout,
+    place: Value,
+    half: int,
+    rows: Sequence[Value],
+    sums: Sequence[Sequence[Value]],
+    totals: Sequence[Variable],
+) -> None:
+    for part, vectors in enumerate(_level_vectors(f, layout, place, half)):
+        at = part * 64 + half * 32
+        scale = v.load_f16(f, place + at)
+        pairs = [
+            (element + 2 * second, _to_bf16_pairs(f, layout, levels, second))
+            for element, levels in vectors
+            for second in (0, 1)
+        ]
+        for row, own, total in zip(rows, sums, totals, strict=True):
+            found = v.zeros(f)
+            for element, weight in pairs:
+                other = v.splat(f, f.load(I32, row + element * 2, 4))
+                found = v.dot_bf16(f, found, weight, other)
+            if layout.has_offsets:
+                offset = v.load_f16(f, place + layout.offsets_start + at)
+                total.set(v.fma(f, offset, own[part], total.get()))
+            total.set(v.fma(f, scale, found, total.get()))
+
+
+def _to_bf16_pairs(f: Function, layout: LevelLayout, levels: Value, second: int) -> Value:
+    """Return bytes 0 and 1, or 2 and 3, of each lane as two bfloat16. Whole numbers of 8 bits are
+    exact.
+    """
+    found = []
+    for byte in (2 * second, 2 * second + 1):
+        number = (levels >> (8 * byte)) & 0xFF
+        if layout.bias:
+            number = number - layout.bias
+        found.append(number.to(VF32).bits(VI32))
+    return (found[0] >> 16) | (found[1] & -65536)
 
 
 def _find_group(x: Value, inputs: Value, groups: Value, group: Value, layout: LevelLayout) -> _Row:

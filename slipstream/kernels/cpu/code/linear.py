@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.kernels.cpu.code.body import Body
-from slipstream.kernels.cpu.code.integers import integer_tile
+from slipstream.kernels.cpu.code.integers import exact_tile, integer_tile
 from slipstream.kernels.cpu.compiler import vectors as v
 from slipstream.kernels.cpu.compiler.function import Function, Module, Variable
 from slipstream.kernels.cpu.compiler.levels import Level
@@ -27,6 +27,7 @@ from slipstream.kernels.cpu.operations import (
 )
 
 _HALVES = (0, 1)  # vectors of a block's outputs
+_EXACT = 256  # added to the number of a tile that takes activations of bfloat16
 _INTEGER_ROWS = 4  # of a tile of quantised weights: more need registers that there are not
 
 
@@ -86,6 +87,11 @@ def linear(module: Module) -> Function:
         for kind in WeightFormat
         for rows in range(1, most[kind] + 1)
     ]
+    tiles += [
+        (_EXACT + kind * 16 + rows, exact_tile(module, layout, rows))
+        for kind, layout in LAYOUT_OF.items()
+        for rows in range(1, most[kind] + 1)
+    ]
     finish = _epilogue(module)
     body = Body(module, Linear)
     f = body.f
@@ -106,7 +112,8 @@ def linear(module: Module) -> Function:
         with f.range(0, rows, each) as first:
             count = f.least(each, rows - first)
             place = x + first * x_stride
-            f.choose(kind * 16 + count, tiles, weights, place, x_stride, result, inputs)
+            case = kind * 16 + count + body["exact"] * _EXACT
+            f.choose(case, tiles, weights, place, x_stride, result, inputs)
             with f.range(0, count) as row:
                 f.call(finish, body.record, body.context, block, first + row, result + row * 128)
     return f
