@@ -78,11 +78,13 @@ def explain_ranks(name: str, settings: EngineSettings, config: EngineConfig) -> 
     ranks = settings.ranks or 1
     if wanted not in (1, ranks):
         asked = "was started for" if settings.wanted_ranks else "was built for"
+        divided = possible_ranks(config.spec, config.quantisation, wanted) == wanted
         logger.info(
-            "%s %s %d ranks, which need as many GPUs: it runs with %d %s",
+            "%s %s %d ranks, which %s: it runs with %d %s",
             name,
             asked,
             wanted,
+            "need as many GPUs" if divided else "do not divide this model",
             ranks,
             "rank" if ranks == 1 else "ranks",
         )
