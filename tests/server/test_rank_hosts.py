@@ -194,6 +194,18 @@ def test_the_end_of_a_host_ends_its_ranks(hosts, start_host, start, number):
     wait_for(lambda: not is_running(process))
 
 
+def test_a_host_that_is_started_twice_takes_the_place_of_the_first(hosts, start_host, start):
+    first = start_host(*SLEEPER)
+    rank = hosts.start(1, start)
+    wait_for(lambda: not rank.awaited)
+    start_host(*SLEEPER)
+    assert rank.wait() == EXIT_WITH_REASON
+    assert rank.reason == "its rank host was started again"
+    assert first.wait() == 1
+    assert "rank 0 refuses this process: process 1 was started again" in first.log()
+    assert not hosts.start(1, start).ended
+
+
 LEADER = """
 import sys
 sys.path.insert(0, sys.argv[1])

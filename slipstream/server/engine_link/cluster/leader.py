@@ -254,10 +254,12 @@ class RankHosts:
 
     def _read_messages(self) -> None:
         while self._socket.poll(0):
-            identity, frame = self._socket.recv_multipart(copy=False)
+            identity, frame, *others = self._socket.recv_multipart(copy=False)
             # The end of an older connection with the same descriptor comes before its message.
             self._read_events()
             try:
+                if others:
+                    raise LinkError(f"it has {len(others)} parts too many")
                 message = decode_from_host(frame.bytes)
             except LinkError as error:
                 logger.error("a message of a rank host is ignored: %s", error)
@@ -280,7 +282,8 @@ class RankHosts:
             self._send(host, Refused(reason))
             self._refused[machine.process] = reason
         else:
-            if machine.process in self._hosts:
+            if before := self._hosts.get(machine.process):
+                self._send(before, Refused(f"process {machine.process} was started again"))
                 self._end_ranks_of(machine.process, "its rank host was started again")
             self._hosts[machine.process] = host
             self._refused.pop(machine.process, None)
