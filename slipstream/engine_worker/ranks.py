@@ -177,7 +177,10 @@ def start_own_ranks(engine_folder: str, settings: EngineSettings) -> EngineLoop:
         raise
     followers.remove_files()
 
+    end_leader = loop.on_close
+
     def end_followers() -> None:
+        end_leader()
         followers.close()
         disconnect(settings)
 

@@ -26,6 +26,7 @@ from slipstream.cli.compat.tritonserver_settings import (
     response_cache_bytes,
     trace_settings,
 )
+from slipstream.cli.keys import origin, read_access, read_certificate
 from slipstream.cli.log import log
 from slipstream.server.engine_link.launched import Launched, find_launch
 from slipstream.server.log.capture import capture_output
@@ -231,6 +232,11 @@ def server_options(given: FlagValues, launched: Launched = Launched()) -> Any:
         complete_config=not (given["disable-auto-complete-config"] or given["strict-model-config"]),
         allow_client_shared_memory=given["allow-client-shm"],
         access=_access(given),
+        allowed_hosts=tuple(name.lower() for name in given["allowed-host"]),
+        cors_origins=_origins(given["cors-origin"]),
+        http_certificate=read_certificate(
+            _file(given["ssl-certfile"]), _file(given["ssl-keyfile"])
+        ),
         http_max_input_bytes=given["http-max-input-size"],
         http_forwarded_headers=_pattern(given, "http-header-forward-pattern"),
         grpc_forwarded_headers=_pattern(given, "grpc-header-forward-pattern"),
@@ -271,14 +277,20 @@ def _repositories(given: FlagValues) -> tuple[Path, ...]:
 
 
 def _access(given: FlagValues) -> Any:
-    from slipstream.cli.keys import read_access
-
     return read_access(
         _file(given["api-key"]),
         _file(given["admin-key"]),
         _restrictions(given, "http-restricted-api"),
         _restrictions(given, "grpc-restricted-protocol"),
+        given["health-needs-key"],
     )
+
+
+def _origins(texts: Sequence[str]) -> tuple[str, ...]:
+    try:
+        return tuple(map(origin, texts))
+    except ArgumentTypeError as error:
+        raise FlagError(f"--cors-origin: {error}") from error
 
 
 def _file(value: str) -> Path | None:

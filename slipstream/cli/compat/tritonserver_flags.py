@@ -13,6 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from slipstream.cli.arguments import FRONTENDS_HELP, RANKS_HELP, REPLICAS_HELP, Parser
+from slipstream.cli.keys import (
+    ALLOWED_HOST_HELP,
+    CERTIFICATE_HELP,
+    CERTIFICATE_KEY_HELP,
+    CORS_ORIGIN_HELP,
+)
 
 Kind = Literal["text", "integer", "number", "boolean"]
 _TRUE = ("true", "1", "on", "yes")
@@ -96,6 +102,10 @@ _HTTP = {
         "", "Regular expression of HTTP headers to forward as request parameters."
     ),
     "http-restricted-api": _texts("Require a header for APIs over HTTP: <apis>:<key>=<value>"),
+    "ssl-certfile": _text("", CERTIFICATE_HELP),
+    "ssl-keyfile": _text("", CERTIFICATE_KEY_HELP),
+    "cors-origin": _texts(CORS_ORIGIN_HELP),
+    "allowed-host": _texts(ALLOWED_HOST_HELP),
 }
 _GRPC = {
     "allow-grpc": _boolean(True, "Serve gRPC."),
@@ -167,6 +177,7 @@ _METRICS_AND_LOG = {
 _ACCESS_AND_LIMITS = {
     "api-key": _text("", "File of the accepted API keys, one per line (default: no keys)."),
     "admin-key": _text("", "File of the key for loading models and changing settings."),
+    "health-needs-key": _boolean(False, "Require the key for health probes, too."),
     "allow-client-shm": _boolean(False, "Allow clients to register shared memory."),
     "cache-config": _texts("Response cache setting: local,size=<bytes>"),
     "response-cache-byte-size": _integer(0, "Older form of --cache-config local,size=."),
