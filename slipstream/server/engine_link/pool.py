@@ -82,7 +82,8 @@ class EnginePool:
         return choose_ranks(settings, model.engine_config, gpus, self._launched)
 
     def _create(self, model: EngineModel, settings: EngineSettings) -> PooledEngine:
-        hosts = self._hosts if spans_machines(settings, self._launched) else None
+        gpus = visible_gpus(settings.device)
+        hosts = self._hosts if spans_machines(settings, self._launched, gpus) else None
         ids = request_ids()  # shared: the replica of a request is found by its id
 
         def client(settings: EngineSettings) -> EngineClient:
@@ -112,7 +113,7 @@ class EnginePool:
                 settings = replace(model.settings, **self._settings)
                 config = model.engine_config
                 settings = self._choose(settings, model)
-                spans_machines(settings, self._launched)
+                spans_machines(settings, self._launched, visible_gpus(settings.device))
                 check_ranks(config.spec, config.quantisation, settings.ranks or 1)
             except ValueError as error:
                 raise ValueError(f"{model.name}: {error}") from error
