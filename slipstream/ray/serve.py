@@ -1,6 +1,6 @@
 """The application for Ray Serve: `serve run slipstream.ray.serve:app repository=/models`."""
 
-from __future__ import annotations
+# Ray reads the annotation of `app`, so it must be a class: no `from __future__ import annotations`.
 
 import shlex
 from typing import Any

@@ -29,13 +29,15 @@ _STARTED = re.compile(r"Started (HTTPService|Metrics Service) at 127\.0\.0\.1:(\
 _POLL_SECONDS = 0.05
 _KEPT_LINES = 20  # of the log, for the reason of a failed start
 _KILL_SECONDS = 10.0  # added to the exit timeout before the process is killed
-# The ports are private: requests come through Ray.
-_PRIVATE_PORTS = (
+# The ports are private, as requests come through Ray. The log says which they are.
+_OWN_FLAGS = (
     "--http-address=127.0.0.1",
     "--http-port=0",
     "--metrics-address=127.0.0.1",
     "--metrics-port=0",
     "--allow-grpc=false",
+    "--log-info=true",
+    "--log-file=",
 )
 
 
@@ -45,7 +47,7 @@ class ServerFailed(Exception):
 
 class ServerProcess:
     def __init__(self, flags: Sequence[str], exit_timeout_seconds: float) -> None:
-        """Start a server. `flags`: those of tritonserver, except for ports and the exit timeout.
+        """Start a server. `flags`: those of tritonserver, except for ports, log and exit timeout.
 
         The thread that calls this must live as long as the replica: the kernel ends the server
         with it.
@@ -53,7 +55,7 @@ class ServerProcess:
         self._exit_timeout = exit_timeout_seconds
         self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._ports: dict[str, int] = {}
-        own = [*_PRIVATE_PORTS, f"--exit-timeout-secs={exit_timeout_seconds:g}"]
+        own = [*_OWN_FLAGS, f"--exit-timeout-secs={exit_timeout_seconds:g}"]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, str(os.getpid()), *flags, *own],
             stdin=subprocess.DEVNULL,
