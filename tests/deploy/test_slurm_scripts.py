@@ -137,7 +137,9 @@ def test_two_nodes_start_one_server(environment, repository, tmp_path):
     job = Job("two_nodes.sub", tmp_path, settings)
     (port,) = job.wait_served()
     assert len(ask(port).split()) == 8
-    assert "on cpu with 2 ranks" in job.logs()[f"slipstream_{job.number}_0.out"]
+    first, second = (job.logs()[f"slipstream_{job.number}_{task}.out"] for task in (0, 1))
+    assert "on cpu with 2 ranks" in first
+    assert "Started" not in second
     job.cancel()
 
 
