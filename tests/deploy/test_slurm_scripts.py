@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from free_ports import free_ports
+from free_ports import free_range
 from manifests import DEPLOY
 from real_server import limit_cache
 from test_launchers import CPU, SmallSlurm
@@ -144,7 +144,7 @@ def test_two_nodes_start_one_server(environment, repository, tmp_path):
 
 
 def test_replicas_are_listed_for_nginx_while_they_run(environment, repository, tmp_path):
-    (first,) = free_ports(1)  # and the five after it
+    first = free_range(6)
     settings = environment | {"MODEL_REPOSITORY": str(repository), "FIRST_PORT": str(first)}
     job = Job("replicas.sub", tmp_path, settings, "--array=0-1")
     ports = job.wait_served(2)
