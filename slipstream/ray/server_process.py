@@ -21,8 +21,8 @@ from slipstream.server.engine_link.child import (
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,
     child_environment,
-    describe_exit,
 )
+from slipstream.server.engine_link.link import describe_exit
 from slipstream.server.log.parent import die_with
 
 _STARTED = re.compile(r"Started (HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)")
