@@ -19,13 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.engine.memory.cores import usable_cores
 from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
 from slipstream.repository.models import Repository, inspect_repository
 from slipstream.repository.reading import Reading
 from slipstream.server.engine_link.memory_table import memory_table, titled_replicas
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.engine_link.visible_gpus import runs_on_gpu
-from slipstream.server.frontends.count import choose_count, usable_cores
+from slipstream.server.frontends.count import choose_count
 from slipstream.server.frontends.ports import PortError, Ports
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.log.output import HANDLER
