@@ -45,7 +45,7 @@ from slipstream.client.connection import (
     Request,
     ServerError,
 )
-from slipstream.engine_worker.cpu_probe import read_cpu
+from slipstream.kernels.cpu.machine import read_cpu
 from slipstream.version import VERSION
 from slipstream.weights.home import expand_home
 from slipstream.weights.whole_file import write_whole

@@ -29,16 +29,25 @@ class CommandModule(Protocol):
     def run(self, given: Namespace) -> int: ...
 
 
+class RunModule(CommandModule, Protocol):
+    """The module of `run`, which is two commands."""
+
+    def is_classic(self, words: Sequence[str]) -> bool: ...
+
+
 # title of a section of the help: its commands
 GROUPS: dict[str, dict[str, Command]] = {
     "Use": {
         "start": Command("start", "Serve a model repository or one model."),
         "serve": Command("start", "The same as start."),
+        "run": Command("models.run", "Fetch, serve and chat with a model; or run.py by its flags."),
         "chat": Command("chat", "Chat with a model of a running server."),
         "infer": Command("infer", "Send one prompt to a running server."),
-        "import": Command("import_model", "Add a model to the repository."),
-        "list": Command("list_models", "List the models in the repository."),
-        "remove": Command("remove_model", "Remove a model from the repository."),
+        "import": Command("models.import_model", "Add a model to the repository, or replace it."),
+        "list": Command("models.list_models", "List the models, with size, type and source."),
+        "show": Command("models.show", "Print what a model is, and where its files are."),
+        "remove": Command("models.remove_model", "Remove a model, and free its disk."),
+        "prune": Command("models.prune", "Free the disk of engines that nothing uses."),
     },
     "Operate": {
         "ps": Command("processes.ps", "List the servers that run on this machine."),
@@ -55,7 +64,6 @@ GROUPS: dict[str, dict[str, Command]] = {
             "compat.convert", "Convert weights to a checkpoint (convert_checkpoint.py)."
         ),
         "build": Command("compat.build", "Build an engine from a checkpoint (trtllm-build)."),
-        "run": Command("compat.run", "Run an engine without a server (run.py)."),
         "lora": Command("compat.lora", "Convert a LoRA adapter (hf_lora_convert.py)."),
         "fill": Command("compat.fill", "Fill a config.pbtxt template (fill_template.py)."),
         "workspace": Command("compat.workspace", "Write the folder that the tutorials clone."),
@@ -66,15 +74,14 @@ GROUPS: dict[str, dict[str, Command]] = {
             "compat.client", "Send tokens to an engine (inflight_batcher_llm_client.py)."
         ),
         "check": Command("check", "Report every problem of a model repository."),
-        "verify": Command("verify", "Compare an engine with its original model."),
+        "verify": Command("models.verify", "Compare an engine with its original model."),
         "profile": Command("bench", "The same as bench (genai-perf)."),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
-# other names of commands, as Ollama has them; `rm NAME` is `remove -m NAME`
+# other names of commands, as Ollama has them; `pull NAME` is `import -m NAME`
 ALIASES = {"pull": "import", "ls": "list", "rm": "remove"}
-_NAMING = ("import", "remove")  # commands with -m, whose aliases take the name alone
 
 # command behind a script of a workspace: its module
 SCRIPTS = {
@@ -91,6 +98,7 @@ SCRIPTS = {
     "gpt-end-to-end-test": "compat.gpt.end_to_end_test",
     "gpt-convert": "compat.gpt.hf_gpt_convert",
     "quantize": "compat.quantize",
+    "classic-run": "compat.run",
 }
 
 
@@ -106,7 +114,7 @@ def resolve_alias(words: Sequence[str]) -> list[str]:
     if name not in ALIASES:
         return list(words)
     command = ALIASES[name]
-    if command in _NAMING and arguments and not arguments[0].startswith("-"):
+    if command == "import" and arguments and not arguments[0].startswith("-"):
         arguments.insert(0, "-m")
     return [command, *arguments]
 
@@ -121,6 +129,8 @@ def create_parser(name: str) -> Parser:
 
 def run_command(name: str, arguments: Sequence[str]) -> int:
     """Run a command and return its exit code. A failure is one line on stderr."""
+    if name == "run" and cast(RunModule, load_command(name)).is_classic(arguments):
+        name = "classic-run"
     try:
         parser = create_parser(name)
         given = parser.parse(arguments)

@@ -191,7 +191,7 @@ def test_without_a_repository_the_default_model_is_imported_first(home, served, 
         [
             "-P",
             "-m",
-            "slipstream.cli.import_model",
+            "slipstream.cli.models.import_model",
             "smollm2-135m",
             str(home / "models"),
         ]

@@ -24,6 +24,8 @@ from slipstream.cli.processes.stop import choose_servers
         ("python3.11 /v/bin/tritonserver --model-repository=x", "--model-repository=x"),
         ("python -m slipstream.cli.compat.tritonserver", ""),
         ("/v/bin/python /v/bin/triton start", ""),
+        ("python -P -m slipstream.cli.models.run 12 start --repo x", "--repo x"),
+        ("python -m slipstream.cli.models.run", None),
         ("python /v/bin/slipstream chat", None),
         ("python -m slipstream.engine_worker.process", None),
         ("/opt/tritonserver/bin/tritonserver --model-repository=x", None),

@@ -9,14 +9,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.cli.list_models import DEFAULT_REPOSITORY, REPOSITORY_OPTIONS
+from slipstream.cli.models.repository_option import REPOSITORY_OPTIONS
+from slipstream.repository.known import DEFAULT_REPOSITORY
 
 PROCESSES = Path("/proc")
 _LISTENING = "0A"  # state of a socket in /proc/net/tcp
-_MODULES = {"slipstream.cli.main": True, "slipstream.cli.compat.tritonserver": False}
-# program: whether a command follows its name
-_PROGRAMS = {"slipstream": True, "triton": True, "tritonserver": False}
-_COMMANDS = ("start", "serve")
+# module or program: how many words lie before `start`; None: it is always a server
+_MODULES = {
+    "slipstream.cli.main": 0,
+    "slipstream.cli.models.run": 1,
+    "slipstream.cli.compat.tritonserver": None,
+}
+_PROGRAMS = {"slipstream": 0, "triton": 0, "tritonserver": None}
+_COMMAND_WORDS = (["start"], ["serve"])
 
 
 @dataclass(frozen=True)
@@ -61,17 +66,17 @@ def server_arguments(words: Sequence[str]) -> list[str] | None:
     rest = list(words[1:])
     while rest and rest[0].startswith("-") and rest[0] != "-m":
         rest.pop(0)
-    if len(rest) > 1 and rest[0] == "-m":
-        has_command = _MODULES.get(rest[1])
-        rest = rest[2:]
-    else:
-        has_command = _PROGRAMS.get(Path(rest[0]).name) if rest else None
-        rest = rest[1:]
-    if has_command is None:
+    known: dict[str, int | None] = _PROGRAMS
+    name = Path(rest.pop(0)).name if rest else ""
+    if name == "-m":
+        known = _MODULES
+        name = rest.pop(0) if rest else ""
+    if name not in known:
         return None
-    if not has_command:
+    before = known[name]
+    if before is None:
         return rest
-    return rest[1:] if rest and rest[0] in _COMMANDS else None
+    return rest[before + 1 :] if rest[before : before + 1] in _COMMAND_WORDS else None
 
 
 def _age(folder: Path) -> float:

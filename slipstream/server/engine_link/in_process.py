@@ -6,6 +6,7 @@ queue while there is no work. The outputs of a request go to the event loop that
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import traceback
@@ -105,6 +106,8 @@ class InProcessEngine:
 
 class _QueueLink:
     """The engine's side of a link inside one process."""
+
+    heartbeat_seconds = math.inf  # a thread cannot stop alone
 
     def __init__(self, engine: InProcessEngine) -> None:
         self._engine = engine

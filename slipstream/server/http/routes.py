@@ -21,6 +21,7 @@ from slipstream.server.http.exchange import (
     Exchange,
     Refused,
     check_access,
+    check_site,
 )
 from slipstream.server.http.generate import answer_once, answer_stream, read_request
 from slipstream.server.http.infer import (
@@ -209,6 +210,9 @@ class HttpRoutes:
             await exchange.respond(500, body)
 
     async def _dispatch(self, exchange: Exchange) -> None:
+        if check_site(self._context.sites, exchange):
+            await exchange.respond(200, b"")
+            return
         found = self._find_route(exchange.path)
         if found is None:
             if not exchange.path.startswith("/v2/"):

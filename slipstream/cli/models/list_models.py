@@ -1,4 +1,4 @@
-"""`slipstream list`: print the model repository as a tree, as Triton CLI does."""
+"""`slipstream list`: print the models. As `triton`, print the repository as Triton CLI does."""
 
 from __future__ import annotations
 
@@ -8,40 +8,38 @@ from pathlib import Path
 
 from slipstream.cli.arguments import CommandError, Parser, add_verbose
 from slipstream.cli.log import log, program
-from slipstream.weights.home import expand_home
-
-DEFAULT_REPOSITORY = Path("~/models")
-REPOSITORY_OPTIONS = ("--repo", "--model-repository", "--model-store")
+from slipstream.cli.models.found import find_all, table_lines
+from slipstream.cli.models.repository_option import add_repository, repository_folder
 
 
 def create_parser() -> Parser:
-    parser = Parser("slipstream list", "List the models in the repository as a tree of files.")
+    parser = Parser(
+        "slipstream list",
+        "List the models of the repository, and the other engines of the engine cache: name, "
+        "family, size on disk, type of the weights, age, whether a running process serves it, and "
+        "source. As `triton`, print the repository as a tree of files.",
+    )
     add_repository(parser)
+    parser.add_argument(
+        "--tree", action="store_true", help="Print the repository as a tree of files."
+    )
     add_verbose(parser)
     return parser
 
 
 def run(given: Namespace) -> int:
     repository = repository_folder(given.repo)
-    if not repository.is_dir() and program() != "triton":
-        raise CommandError(f"No model repository exists at {repository}")
-    log_repository(repository)
+    if program() == "triton" or given.tree:
+        if not repository.is_dir() and program() != "triton":
+            raise CommandError(f"No model repository exists at {repository}")
+        log_repository(repository)
+        return 0
+    models, others = find_all(repository)
+    lines = [f"Models in {repository}:", *(table_lines(models) if models else ["none"])]
+    if others:
+        lines += ["", "Engines in the cache that none of them uses:", *table_lines(others)]
+    print("\n".join(lines), flush=True)
     return 0
-
-
-def add_repository(parser: Parser) -> None:
-    parser.add_argument(
-        *REPOSITORY_OPTIONS,
-        type=Path,
-        default=DEFAULT_REPOSITORY,
-        metavar="FOLDER",
-        help="Folder that holds the models.",
-    )
-
-
-def repository_folder(repository: Path) -> Path:
-    """Return the folder of --repo with `~` expanded."""
-    return expand_home(repository, "--repo")
 
 
 def log_repository(repository: Path) -> None:
