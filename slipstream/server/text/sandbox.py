@@ -164,7 +164,7 @@ class GenerationTag(Extension):
 
 
 class _Metering(NodeTransformer):
-    """Rewrites a parsed template so that loops, `~` and plain text pass through the sandbox."""
+    """Rewrites a parsed template so that loops, slices, `~` and plain text pass through the sandbox."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -174,6 +174,10 @@ class _Metering(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
         self.generic_visit(node)
         return _through("_joined", nodes.List(node.nodes, lineno=node.lineno))
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        self.generic_visit(node)
+        return _through("_made", node) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Expr:
         return _through("_plain", nodes.Const(node.data, lineno=node.lineno))
@@ -208,6 +212,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         }
         self.filters |= {
             "_counted": self._counted,
+            "_made": self._made,
             "_joined": self._joined,
             "_plain": lambda text: text,
         }
@@ -243,6 +248,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             check_size(size)
         return str(self.budget.make(str(separator).join(parts)))
 
+    def _made(self, value: Any) -> Any:
+        return self.budget.make(value)
+
     def _joined(self, parts: list[Any]) -> str:
         check_weight(parts)
         return str(self.budget.make("".join(map(str, parts))))
@@ -261,10 +269,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return self.budget.make(function(*args, **kwargs))
 
         return guarded
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        found = super().getitem(obj, argument)
-        return self.budget.make(found) if isinstance(argument, slice) else found
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         refused = isinstance(obj, str) and attr in _REFUSED_METHODS
