@@ -164,7 +164,7 @@ class GenerationTag(Extension):
 
 
 class _Metering(NodeTransformer):
-    """Rewrites a parsed template so that loops, slices, `~` and plain text pass through the sandbox."""
+    """Rewrites a parsed template so that the sandbox sees its loops, slices, `~` and plain text."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
