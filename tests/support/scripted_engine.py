@@ -85,9 +85,11 @@ class ScriptedLoop:
         self.steps += 1
         for running in list(self.running.values()):
             self._obey(running.request.prompt[0])
-        seeds = [running.request.sampling.seed for running in self.running.values()]
+        # the first ones have rows; the others wait
+        with_rows = list(self.running.items())[: self.info.max_rows]
+        seeds = [running.request.sampling.seed for _, running in with_rows]
         time.sleep(max((seed for seed in seeds if seed < 10_000), default=0) / 1000)
-        for request_id, running in list(self.running.items()):
+        for request_id, running in with_rows:
             self._advance(request_id, running)
         outputs = self.outputs
         self.outputs = StepOutputs()

@@ -35,7 +35,7 @@ from slipstream.engine.messages import (
 from slipstream.engine.request import GenerateRequest
 
 EXIT_WITH_REASON = 70  # exit code of an engine process that has sent `EngineFailed`
-SILENT_SECONDS = 1.25  # longest silence of a process that is ready, if its steps are short
+SILENT_SECONDS = 1.0  # longest silence of a process that is ready, if its steps are short
 _FORGET_SECONDS = 300.0  # time in which half of the longest silence is forgotten
 _BYTES_AT_ONCE = 2 << 20  # bytes of messages that are read before the event loop does other work
 _FOLDER_PREFIX = "slipstream-"

@@ -1,0 +1,19 @@
+"""The gates by name."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from gates import chaos, drain, overload, soak
+from gates.table import Row
+
+# (folder for files, whether to run the long form) → rows
+Gate = Callable[[Path, bool], Awaitable[list[Row]]]
+
+GATES: dict[str, Gate] = {
+    "drain": drain.run,
+    "chaos": chaos.run,
+    "overload": overload.run,
+    "soak": soak.run,
+}
