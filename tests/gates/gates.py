@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from gates import chaos, drain, overload, soak
+from gates import chaos, counts, drain, overload, smuggling, soak
 from gates.table import Row
 
 # (folder for files, whether to run the long form) → rows
@@ -16,4 +16,6 @@ GATES: dict[str, Gate] = {
     "chaos": chaos.run,
     "overload": overload.run,
     "soak": soak.run,
+    "smuggling": smuggling.run,
+    "counts": counts.run,
 }

@@ -55,6 +55,7 @@ class ScriptedLoop:
     steps: int = 0
     finished: int = 0
     cancelled: int = 0
+    output_tokens: int = 0
     checks: int = 0
     adapters: set[int] = field(default_factory=lambda: {0})
 
@@ -103,6 +104,7 @@ class ScriptedLoop:
             steps=self.steps,
             finished=self.finished,
             cancelled=self.cancelled,
+            output_tokens=self.output_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -122,6 +124,7 @@ class ScriptedLoop:
     def _advance(self, request_id: int, running: _Running) -> None:
         running.last = (running.last + 1) % 900
         running.given += 1
+        self.output_tokens += 1
         done = running.given >= running.request.sampling.max_tokens
         if done:
             del self.running[request_id]
