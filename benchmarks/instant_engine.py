@@ -13,6 +13,7 @@ from slipstream.engine.messages import EngineInfo, EngineStats, StepOutputs
 from slipstream.engine.request import FinishReason, GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.process import run
+from slipstream.server.engine_link.link import RankPlace
 
 WORDS = 1000
 
@@ -80,7 +81,9 @@ class InstantLoop:
         self._outputs.tokens += tokens
 
 
-def start_instant(engine_folder: str, settings: EngineSettings) -> InstantLoop:
+def start_instant(
+    engine_folder: str, settings: EngineSettings, place: RankPlace | None
+) -> InstantLoop:
     return InstantLoop()
 
 

@@ -15,6 +15,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Tiny models and Triton's interpreter are slower with several threads. Engines choose their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Triton's interpreter multiplies with numpy. Some kernels of its BLAS add in an order that depends on
+# the number of rows, and tests compare bits between batches. This one does not.
+os.environ["OPENBLAS_CORETYPE"] = "Nehalem"
+
 # The tests start hundreds of processes. If Python writes no bytecode next to the sources, each
 # process compiles the package again. The bytecode is therefore kept in a temporary folder.
 BYTECODE = (

@@ -30,7 +30,8 @@ from slipstream.cli.keys import (
     read_access,
     read_certificate,
 )
-from slipstream.cli.list_models import DEFAULT_REPOSITORY, REPOSITORY_OPTIONS, repository_folder
+from slipstream.cli.models.repository_option import REPOSITORY_OPTIONS, repository_folder
+from slipstream.repository.known import DEFAULT_REPOSITORY, remember_repository
 from slipstream.server.engine_link.child import child_environment
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.output import configure_log
@@ -342,13 +343,16 @@ def _repository(model: str | None, repository: Path | None, weight_only: str | N
                 f"--weight-only {weight_only} needs a MODEL to build: the engines of a repository "
                 f"are already built; use: slipstream import --weight-only {weight_only}"
             )
-        return _default_repository() if repository is None else repository_folder(repository)
+        if repository is None:
+            return _default_repository()
+        remember_repository(repository_folder(repository))
+        return repository_folder(repository)
     if repository is not None:
         raise CommandError(
             f"give either a model to serve ({model}) or a repository (--repo {repository}), not "
             "both; to put a model into a repository, use: slipstream import"
         )
-    from slipstream.cli.served_model import prepare_repository
+    from slipstream.cli.models.served_model import prepare_repository
 
     return prepare_repository(model, weight_only)
 

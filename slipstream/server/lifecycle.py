@@ -33,6 +33,7 @@ from slipstream.server.log.output import HANDLER
 from slipstream.server.options import ALL_MODELS, ServerOptions, is_loopback
 
 if TYPE_CHECKING:
+    from slipstream.server.engine_link.cluster.leader import RankHosts
     from slipstream.server.frontends.primary import Frontends
     from slipstream.server.models.factories import ModelFactory
     from slipstream.server.services import Services
@@ -75,7 +76,36 @@ def run_server(options: ServerOptions, factories: Sequence[ModelFactory] = ()) -
         logger.warning(str(warning))
     _warn_of_exposure(options)
     remove_left_folders()
-    engines = EnginePool(options.engine_settings, options.supervision, options.engine_command)
+    hosts = _open_cluster(options)
+    try:
+        return _run_server(options, factories, reading, early_signals, hosts)
+    finally:
+        if hosts is not None:
+            hosts.close()
+
+
+def _open_cluster(options: ServerOptions) -> RankHosts | None:
+    """Listen for the processes that a launcher started on other machines, if there are any."""
+    if options.cluster is None:
+        return None
+    from slipstream.server.engine_link.cluster.leader import RankHosts
+
+    try:
+        return RankHosts(options.cluster)
+    except ValueError as error:
+        raise StartFailed(str(error)) from error
+
+
+def _run_server(
+    options: ServerOptions,
+    factories: Sequence[ModelFactory],
+    reading: Reading,
+    early_signals: list[int],
+    hosts: RankHosts | None,
+) -> int:
+    engines = EnginePool(
+        options.engine_settings, options.supervision, options.engine_command, hosts
+    )
     try:
         engines.check(reading.repository.engines.values())
     except ValueError as error:

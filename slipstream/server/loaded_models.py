@@ -11,8 +11,9 @@ import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from slipstream.repository.config import CONFIG_NAME
 from slipstream.repository.describe import with_instances
 from slipstream.repository.models import EngineModel, Repository, RepositoryModel
 from slipstream.repository.reading import Reading
@@ -32,6 +33,7 @@ from slipstream.server.models.factories import ModelFactory, find_factory
 from slipstream.server.models.generating import ServedEngine
 from slipstream.server.text.chat import ChatOptions
 from slipstream.server.warmup import warm_up
+from slipstream.weights.cache.locks import hold
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +69,12 @@ class LoadedModel:
     engines: dict[str, ServedEngine] = field(default_factory=dict)  # those that it uses, by name
     stamp: object = None  # state of the files that it was loaded from
     number: int = field(default_factory=itertools.count(1).__next__)  # of the load
+    mark: BinaryIO | None = None  # tells `slipstream list` that the model is served
 
     async def close(self) -> None:
         """End the processes of the model."""
+        if self.mark is not None:
+            self.mark.close()
         for served in dict.fromkeys(self.versions.values()):
             await served.close()
 
@@ -307,6 +312,7 @@ class LoadedModels:
         predecessor = self._models.get(model.name)
         self._registry.replace(model.name, built.versions)
         built.stamp = file_stamp(model)
+        built.mark = hold(model.folder / CONFIG_NAME)
         self._models[model.name] = built
         replaced = None
         if built.client is not None:

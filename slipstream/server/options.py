@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from slipstream.server.engine_link.child import ENGINE_COMMAND
 from slipstream.server.engine_link.client import Supervision
+from slipstream.server.engine_link.cluster.leader import ClusterOptions
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.certificates import CertificateFiles
 from slipstream.server.kserve.context import DEFAULT_HTTP_MAX_INPUT_BYTES
@@ -64,6 +65,7 @@ class ServerOptions:
     # engine settings that override those of the repository
     engine_settings: Mapping[str, Any] = field(default_factory=dict)
     chat: ChatOptions = field(default_factory=ChatOptions)
+    cluster: ClusterOptions | None = None  # None: all ranks of engines are on this machine
     supervision: Supervision = field(default_factory=Supervision)
     engine_command: Sequence[str] = ENGINE_COMMAND
     announce: bool = True  # whether to print the addresses and a command to try

@@ -6,8 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.engine.settings import EngineSettings
+from slipstream.model.spec import ModelSpec
 from slipstream.server.engine_link.client import Supervision
 from slipstream.server.engine_link.pool import EnginePool
+from slipstream.weights.parameters import Quantisation
+
+SPEC = ModelSpec("LlamaForCausalLM", 96, 64, 2, 8, 2, 8, 32, 128)
 
 
 @dataclass
@@ -18,7 +22,8 @@ class Engine:
 
     @property
     def engine_config(self):
-        return SimpleNamespace(build=SimpleNamespace(max_seq_len=self.longest))
+        build = SimpleNamespace(max_seq_len=self.longest)
+        return SimpleNamespace(build=build, spec=SPEC, quantisation=Quantisation(), wanted_ranks=1)
 
 
 def check(overrides, *engines):

@@ -174,6 +174,8 @@ async def test_a_rank_that_hangs_is_killed_with_the_others_and_the_stacks_are_lo
     log = capfd.readouterr().err
     assert "it sent no message for 1 s; its stacks follow" in log
     assert "all_reduce" in log  # the stack of rank 0, which waits for rank 1
+    assert "rank 1:   File" in log
+    assert "in orders" in log  # the stack of rank 1, which was stopped as it waited for an order
     assert not any(is_running(process) for process in ranks)
 
 
@@ -184,7 +186,10 @@ def test_a_number_of_ranks_that_does_not_divide_a_model_is_refused_before_the_st
     pool = EnginePool({"ranks": 3}, Supervision(), ())
     with pytest.raises(ValueError) as error:
         pool.check([model])
-    problem = "tensorrt_llm: tp_size 3 does not divide this model: it has 4 heads"
+    problem = (
+        "tensorrt_llm: tp_size 3 does not divide this model: it has 4 heads; "
+        "possible numbers of ranks: 1, 2, 4"
+    )
     assert str(error.value) == problem
     with pytest.raises(ValueError, match="tensorrt_llm: ranks must be at least 1, not 0"):
         EnginePool({"ranks": 0}, Supervision(), ()).check([model])

@@ -86,6 +86,12 @@ _GENERAL = {
     "frontends": _text("auto", f"{FRONTENDS_HELP}."),
     "replicas": Flag("integer", None, f"{REPLICAS_HELP}."),
     "ranks": Flag("integer", None, f"{RANKS_HELP}."),
+    "cluster-key": _text(
+        "", "File of the key that the ranks on several machines share, with mode 0600."
+    ),
+    "rank-wait-secs": Flag(
+        "number", 300.0, "Seconds to wait for the ranks on other machines at the start."
+    ),
 }
 _HTTP = {
     "allow-http": _boolean(True, "Serve HTTP."),

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,16 +28,19 @@ from pathlib import Path
 
 from slipstream.engine.messages import (
     FRONTEND_SHIFT,
+    RECENT_STEPS,
     Cancel,
     EngineInfo,
     EngineStats,
     Shutdown,
     StatsPeriod,
     StepOutputs,
+    StepRecord,
 )
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
+from slipstream.server.engine_link.cluster.leader import RankHosts
 from slipstream.server.engine_link.engine import Engine, EngineUnavailable
 from slipstream.server.engine_link.link import EngineFailed, FromEngine, ServerEnd, Silence
 from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
@@ -147,10 +149,12 @@ class EngineClient:
         name: str = "",
         frontends: int = 1,
         ids: Iterator[int] | None = None,
+        hosts: RankHosts | None = None,
     ) -> None:
         """name: name of the engine model in the log
         frontends: processes of the server
         ids: ids of requests, which replicas share; None: those of one engine
+        hosts: of its ranks on other machines; None: all ranks are on this one
         """
         self.info: EngineInfo | None = None
         self.on_stats: Callable[[], None] | None = None
@@ -160,6 +164,7 @@ class EngineClient:
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._verbose = False  # the process sends its statistics after each step
         self._process_stats = EngineStats()  # latest statistics of the current process
+        self.last_steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self._past = PastTotals()
         self._engine_folder = str(engine_folder)
         self._settings = settings
@@ -169,6 +174,7 @@ class EngineClient:
         # what the log calls it
         self._title = "the engine" if settings.replicas == 1 else f"replica {settings.replica}"
         self._frontends = frontends
+        self._hosts = hosts
         self._requests = LinkedRequests(ids or request_ids())
         self._child: EngineChild | None = None
         self._lost = False  # the process has failed, but may not have ended yet
@@ -264,7 +270,12 @@ class EngineClient:
         calling thread ends.
         """
         self._child = EngineChild(
-            self._command, self._engine_folder, self._settings, self._name, self._frontends
+            self._command,
+            self._engine_folder,
+            self._settings,
+            self._name,
+            self._frontends,
+            self._hosts,
         )
         self._loading_seconds = 0.0
         self._silence = Silence(self._supervision.silence_seconds)
@@ -337,6 +348,7 @@ class EngineClient:
         elif isinstance(message, EngineStats):
             stepped = message.steps != self._process_stats.steps
             self._process_stats = message
+            self.last_steps.extend(message.recent_steps)
             self._follow_log_level()
             if stepped and self._verbose and self.on_stats is not None:
                 self.on_stats()
@@ -444,7 +456,7 @@ class EngineClient:
                 self._heard = False
                 if self._silence.seconds >= limits.silence_seconds:
                     await self._kill_hung(f"it sent no message for {limits.silence_seconds:g} s")
-            else:
+            elif not self._child.awaits_hosts:
                 self._loading_seconds += tick
                 if self._loading_seconds >= limits.start_seconds:
                     await self._kill_hung(f"not ready {limits.start_seconds:g} s after its start")
@@ -460,7 +472,7 @@ class EngineClient:
         child = self._child
         self._lose(reason)
         # faulthandler writes all stacks to stderr, even amid a hung step
-        child.signal(signal.SIGUSR1)
+        child.show_stacks()
         await asyncio.sleep(0.5)
         child.kill()
         await child.wait(5.0)

@@ -14,6 +14,7 @@ import fcntl
 import math
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,13 +45,25 @@ _LONGEST_PATH = 100  # bytes in the path of a Unix socket; the kernel's limit is
 
 
 @dataclass(frozen=True, slots=True)
+class LocalPlace:
+    """The place of a process among the ranks of its engine on the same machine."""
+
+    rank: int
+    size: int
+    # of rank 0: the open descriptor that listens at the address of the store
+    listener: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RankPlace:
     """The place of a process among the ranks of an engine."""
 
     rank: int
     size: int  # number of ranks
-    store: str  # path of the file over which the ranks meet
-    sockets: list[str]  # paths of the sockets of ranks 1, 2, …
+    # path of the file over which the ranks meet; on several machines, HOST:PORT of rank 0
+    store: str
+    sockets: list[str]  # paths of the sockets of ranks 1, 2, …; on several machines, none
+    local: LocalPlace | None = None  # None: all ranks are on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +207,12 @@ class ServerEnd:
             self._on_message(decode_from_engine(frame))
         return False
 
+    def receive(self, seconds: float) -> FromEngine | None:
+        """Return the next message, without an event loop; None if none comes within this time."""
+        if not self._socket.poll(round(seconds * 1000)):
+            return None
+        return decode_from_engine(self._socket.recv())
+
     def receive_some(self) -> None:
         """Pass on messages for a few milliseconds, and the others after other work."""
         if self.receive_waiting(_BYTES_AT_ONCE) and self._event_loop is not None:
@@ -284,6 +303,16 @@ def _lock(folder: Path) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     unlocked.rename(folder / _LOCK)
     _locks[folder] = descriptor
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, from its exit code."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
 
 
 def configure(socket: zmq.Socket[bytes], linger_ms: int) -> None:

@@ -1,8 +1,7 @@
 """Read a GGUF file's metadata and tensor table, and check them against the size of the file.
 
 The reader of the gguf package creates an object for every token and merge, which takes seconds for
-a large vocabulary. This reader is fast, so an unsupported file is refused at once. Dequantisation
-uses the package.
+a large vocabulary. This reader is fast, so an unsupported file is refused at once.
 """
 
 from __future__ import annotations

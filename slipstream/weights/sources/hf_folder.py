@@ -38,6 +38,8 @@ _WHOLE = "model.safetensors"
 class HuggingFaceFolder:
     """A model folder. Opening it reads the config and the headers of the shards only."""
 
+    stored = None  # its matrices are plain
+
     def __init__(self, folder: Path, label: str) -> None:
         self.label = label
         self.folder = folder
