@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from gates import chaos, counts, drain, overload, smuggling, soak
+from gates import chaos, counts, drain, overload, poisoned, smuggling, soak
 from gates.table import Row
 
 # (folder for files, whether to run the long form) → rows
@@ -17,5 +17,6 @@ GATES: dict[str, Gate] = {
     "overload": overload.run,
     "soak": soak.run,
     "smuggling": smuggling.run,
+    "poisoned": poisoned.run,
     "counts": counts.run,
 }
