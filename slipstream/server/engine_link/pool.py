@@ -204,12 +204,14 @@ class EnginePool:
     async def wait_drained(self) -> None:
         await asyncio.gather(*(client.wait_drained() for client in (*self, *self._leaving)))
 
-    async def stop(self) -> None:
+    async def stop(self, patience_seconds: float = 5.0) -> None:
+        """End all processes, at the latest after this time."""
         for task in self._watched:
             task.cancel()
         for start in self._starting.values():
             start.cancel()
-        await asyncio.gather(*(client.stop() for client in (*self, *self._leaving)))
+        clients = (*self, *self._leaving)
+        await asyncio.gather(*(client.stop(patience_seconds) for client in clients))
 
     def kill(self) -> None:
         for client in (*self, *self._leaving):
