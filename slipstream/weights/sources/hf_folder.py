@@ -60,7 +60,11 @@ class HuggingFaceFolder:
             raise
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise SourceError(f"{folder / 'config.json'}: damaged: {error}") from error
-        architectures = self._config.get("architectures") or []
+        # some families call the model that generates "…Model", as others call a bare one
+        architectures = [
+            family.architectures[0] if name in family.architectures else name
+            for name in self._config.get("architectures") or []
+        ]
         self.generation = _generation(folder, self._config)
         self.pooling = read_pooling(folder, architectures)
         self._map = (
