@@ -2,9 +2,12 @@
 several tokens, and of tokens that follow one by one.
 """
 
+import re
+
 import pytest
 import torch
 from family_variants import VARIANTS
+from parity_table import DOCUMENT, short_names, variants_by_family
 from run_engine import logits_in_steps, logits_of
 from thread_ranks import ThreadRanks, on_ranks
 from tiny_models import VOCABULARY, folder_tensors
@@ -34,6 +37,14 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     assert ModelSpec.from_config(spec.to_config()) == spec
     ours = logits_in_steps(spec, tensors, torch.float32, TOKENS, STEPS)
     assert (ours - variant.logits(model, TOKENS)).abs().max() < TOLERANCE
+
+
+def test_the_documented_table_of_parity_lists_all_variants():
+    text = DOCUMENT.read_text()
+    rows = re.findall(r"^\| ([^|]+) \| (usual[^|]*) \| \d+e-\d+ \|$", text, re.MULTILINE)
+    assert dict(rows) == {
+        family: ", ".join(short_names(names)) for family, names in variants_by_family().items()
+    }
 
 
 @pytest.mark.parametrize("name", ["bloom-six-heads", "falcon-rw", "llama4", "olmo2"])
