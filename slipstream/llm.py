@@ -13,9 +13,7 @@ In a coroutine: `async for piece in llm.stream("Once upon a time"): ...`
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import re
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -33,18 +31,19 @@ from slipstream.engine.sampling_params import EMBEDDING_KINDS, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.process import start_real_engine
 from slipstream.llm_options import Prompt, SamplingOptions
+from slipstream.repository.collection import remove_former_engines
 from slipstream.server.engine_link.engine import TextBeam, TextOutput, TextRequest
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.text.chat import Message
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
-from slipstream.weights.build import build_engine
+from slipstream.weights.cache.engines import cached_engine
 from slipstream.weights.engine_config import (
     EngineFolderError,
     find_engine_folder,
     read_engine_config,
 )
-from slipstream.weights.home import expand_home, slipstream_home
+from slipstream.weights.home import expand_home
 
 __all__ = ["LLM", "Completion", "GenerationFailed", "SamplingOptions", "engine_folder"]
 
@@ -81,8 +80,8 @@ class LLM:
     """An engine in this process, with its tokenizer.
 
     `model` is an engine folder, a Hugging Face folder, a GGUF file, a hub id such as
-    "Qwen/Qwen2.5-0.5B", or a known name such as "smollm2-135m". Unless it is an engine folder, an
-    engine is built from it once, in `engines` under SLIPSTREAM_HOME (~/.cache/slipstream).
+    "Qwen/Qwen2.5-0.5B", or a known name such as "smollm2-135m". Unless it is an engine folder, its
+    engine comes from the cache that all commands share. It is built if the cache does not have it.
 
     `dtype` is the type that the engine computes in and that a new build stores: auto, float32,
     bfloat16 or float16. `weight_only` or `quantization` ("int8", "fp8" or "int4") quantises the
@@ -332,9 +331,9 @@ def engine_folder(model: str | Path, dtype: str, weight_only: str | None) -> Pat
         if weight_only is not None:
             raise ValueError(f"{path} is already built: weight_only applies to new builds only")
         return read_engine_config(path).path
-    source = str(path.resolve()) if path.exists() else str(model)
-    output = slipstream_home() / "engines" / _folder_name(source, dtype, weight_only)
-    return build_engine(source, output, dtype=dtype, weight_only=weight_only)
+    engine = cached_engine(str(model), dtype, weight_only)
+    remove_former_engines(engine)
+    return engine
 
 
 def _is_engine(path: Path) -> bool:
@@ -344,13 +343,6 @@ def _is_engine(path: Path) -> bool:
     except (EngineFolderError, OSError, ValueError):
         return False  # building from it reports what is missing
     return isinstance(config, dict) and "pretrained_config" in config
-
-
-def _folder_name(source: str, dtype: str, weight_only: str | None) -> str:
-    """Return a readable folder name, unique for the source, type and quantisation."""
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).name or "model")
-    digest = hashlib.sha256(json.dumps([source, dtype, weight_only]).encode()).hexdigest()[:8]
-    return "-".join(part for part in (readable, dtype, weight_only, digest) if part)
 
 
 def _select_options(given: SamplingOptions | None, options: dict[str, Any]) -> SamplingOptions:

@@ -244,11 +244,11 @@ WORDS = {
 PATTERN = re.compile(r"\b(" + "|".join(WORDS) + r")\b", re.IGNORECASE)
 # Texts of others, and this list itself.
 QUOTED = ("tests/conformance/", "tests/seeds/", "tests/test_style.py", "CHANGELOG.md")
-TEXTS = {".py", ".md", ".html", ".proto", ".toml", ".yml", ".yaml"}
+TEXTS = {".py", ".md", ".html", ".proto", ".toml", ".yml", ".yaml", ".sub", ".conf"}
 
 
 def text_files() -> list[Path]:
-    folders = [ROOT / name for name in ("slipstream", "tests", "benchmarks", "docs")]
+    folders = [ROOT / name for name in ("slipstream", "tests", "benchmarks", "docs", "deploy")]
     found = [path for folder in folders for path in folder.rglob("*") if path.suffix in TEXTS]
     return sorted([*found, *ROOT.glob("*.md")])
 

@@ -29,16 +29,25 @@ class CommandModule(Protocol):
     def run(self, given: Namespace) -> int: ...
 
 
+class RunModule(CommandModule, Protocol):
+    """The module of `run`, which is two commands."""
+
+    def is_classic(self, words: Sequence[str]) -> bool: ...
+
+
 # title of a section of the help: its commands
 GROUPS: dict[str, dict[str, Command]] = {
     "Use": {
         "start": Command("start", "Serve a model repository or one model."),
         "serve": Command("start", "The same as start."),
+        "run": Command("models.run", "Fetch, serve and chat with a model; or run.py by its flags."),
         "chat": Command("chat", "Chat with a model of a running server."),
         "infer": Command("infer", "Send one prompt to a running server."),
-        "import": Command("import_model", "Add a model to the repository."),
-        "list": Command("list_models", "List the models in the repository."),
-        "remove": Command("remove_model", "Remove a model from the repository."),
+        "import": Command("models.import_model", "Add a model to the repository, or replace it."),
+        "list": Command("models.list_models", "List the models, with size, type and source."),
+        "show": Command("models.show", "Print what a model is, and where its files are."),
+        "remove": Command("models.remove_model", "Remove a model, and free its disk."),
+        "prune": Command("models.prune", "Free the disk of engines that nothing uses."),
     },
     "Operate": {
         "status": Command("status", "Print whether a server is live and ready."),
@@ -52,7 +61,6 @@ GROUPS: dict[str, dict[str, Command]] = {
             "compat.convert", "Convert weights to a checkpoint (convert_checkpoint.py)."
         ),
         "build": Command("compat.build", "Build an engine from a checkpoint (trtllm-build)."),
-        "run": Command("compat.run", "Run an engine without a server (run.py)."),
         "lora": Command("compat.lora", "Convert a LoRA adapter (hf_lora_convert.py)."),
         "fill": Command("compat.fill", "Fill a config.pbtxt template (fill_template.py)."),
         "workspace": Command("compat.workspace", "Write the folder that the tutorials clone."),
@@ -63,7 +71,7 @@ GROUPS: dict[str, dict[str, Command]] = {
             "compat.client", "Send tokens to an engine (inflight_batcher_llm_client.py)."
         ),
         "check": Command("check", "Report every problem of a model repository."),
-        "verify": Command("verify", "Compare an engine with its original model."),
+        "verify": Command("models.verify", "Compare an engine with its original model."),
         "profile": Command("bench", "The same as bench (genai-perf)."),
     },
 }
@@ -84,6 +92,7 @@ SCRIPTS = {
     "gpt-end-to-end-test": "compat.gpt.end_to_end_test",
     "gpt-convert": "compat.gpt.hf_gpt_convert",
     "quantize": "compat.quantize",
+    "classic-run": "compat.run",
 }
 
 
@@ -103,6 +112,8 @@ def create_parser(name: str) -> Parser:
 
 def run_command(name: str, arguments: Sequence[str]) -> int:
     """Run a command and return its exit code. A failure is one line on stderr."""
+    if name == "run" and cast(RunModule, load_command(name)).is_classic(arguments):
+        name = "classic-run"
     try:
         parser = create_parser(name)
         given = parser.parse(arguments)

@@ -60,15 +60,18 @@ class ProgressLines:
             if self._bar is not None:
                 self._bar.add_task(phase, total=total)
             else:
-                self._say(f"{phase}: {_size(total)} to write")
+                self._say(f"{phase}: {size_text(total)} to write")
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[-1], completed=done)
         elif done * _PLAIN_STEPS // total > self._shown:
             self._shown = done * _PLAIN_STEPS // total
             seconds = (time.monotonic() - self._started) * (total - done) / done
             left = f", {seconds:.0f} s left" if done < total else ""
-            self._say(f"{phase}: {done * 100 // total}%, {_size(done)} of {_size(total)}{left}")
+            self._say(
+                f"{phase}: {done * 100 // total}%, {size_text(done)} of {size_text(total)}{left}"
+            )
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Return a number of bytes as people read it: 259.0 MB, 16.06 GB."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.arguments import (
     FRONTENDS_HELP,
@@ -21,8 +21,17 @@ from slipstream.cli.arguments import (
     frontend_count,
 )
 from slipstream.cli.engine_flags import add_engine_flags, engine_overrides
-from slipstream.cli.keys import read_access
-from slipstream.cli.list_models import DEFAULT_REPOSITORY, REPOSITORY_OPTIONS, repository_folder
+from slipstream.cli.keys import (
+    ALLOWED_HOST_HELP,
+    CERTIFICATE_HELP,
+    CERTIFICATE_KEY_HELP,
+    CORS_ORIGIN_HELP,
+    origin,
+    read_access,
+    read_certificate,
+)
+from slipstream.cli.models.repository_option import REPOSITORY_OPTIONS, repository_folder
+from slipstream.repository.known import DEFAULT_REPOSITORY, remember_repository
 from slipstream.server.engine_link.child import child_environment
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.output import configure_log
@@ -31,6 +40,7 @@ from slipstream.weights.home import expand_home
 
 if TYPE_CHECKING:
     from slipstream.cli.compat.tritonserver_settings import Tracing
+    from slipstream.server.kserve.certificates import CertificateFiles
     from slipstream.server.options import Port, ServerOptions
     from slipstream.server.text.chat import ChatOptions
 
@@ -163,6 +173,29 @@ def _add_keys(parser: Parser) -> None:
         help="Require this key, the content of FILE, for loading models and changing settings.",
     )
     group.add_argument(
+        "--health-needs-key",
+        action="store_true",
+        help="Require the key for health probes, too (default: they need none).",
+    )
+    group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help=CERTIFICATE_HELP)
+    group.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help=CERTIFICATE_KEY_HELP)
+    group.add_argument(
+        "--cors-origin",
+        type=origin,
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help=f"{CORS_ORIGIN_HELP}; can be repeated (default: only the server's own pages).",
+    )
+    group.add_argument(
+        "--allowed-host",
+        type=str.lower,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"{ALLOWED_HOST_HELP}; can be repeated.",
+    )
+    group.add_argument(
         "--allow-python-models",
         action="store_true",
         help="Run the model.py files of the repository.",
@@ -199,19 +232,25 @@ def _server_options(given: Namespace) -> ServerOptions:
     if given.mode == "docker":
         raise CommandError("--mode docker: there is no container to start; leave it out")
     tracing = _tracing(given.trace_config)
-    access = read_access(given.api_key, given.admin_key)  # fails before a model is built
+    access = read_access(  # fails before a model is built
+        given.api_key, given.admin_key, health_needs_key=given.health_needs_key
+    )
+    certificate = read_certificate(given.ssl_certfile, given.ssl_keyfile)
     overrides = engine_overrides(given)
     return ServerOptions(
         repositories=(_repository(given.model, given.repo, given.weight_only),),
         http=_port(given, "http"),
         grpc=_port(given, "grpc"),
-        grpc_settings={"transport": given.grpc_transport},
+        grpc_settings=_grpc_settings(given, certificate),
         metrics=_port(given, "metrics"),
         http_metrics=given.http_metrics or given.frontend == "openai",
         embedding_pooling=given.embeddings or "",
         frontends=given.frontends,
         exit_timeout_seconds=given.exit_timeout_secs,
         access=access,
+        allowed_hosts=tuple(given.allowed_host),
+        cors_origins=tuple(given.cors_origin),
+        http_certificate=certificate,
         allow_python_models=given.allow_python_models,
         engine_settings=overrides,
         chat=_chat_options(given),
@@ -221,6 +260,18 @@ def _server_options(given: Namespace) -> ServerOptions:
             silence_seconds=given.watchdog_secs, start_seconds=given.server_timeout
         ),
     )
+
+
+def _grpc_settings(given: Namespace, certificate: CertificateFiles | None) -> dict[str, Any]:
+    """Return fields of GrpcOptions. A certificate is that of both protocols."""
+    settings = {"transport": given.grpc_transport}
+    if certificate is None:
+        return settings
+    return {
+        **settings,
+        "server_certificate": certificate.certificate,
+        "server_key": certificate.key,
+    }
 
 
 def _port(given: Namespace, name: str) -> Port:
@@ -292,13 +343,16 @@ def _repository(model: str | None, repository: Path | None, weight_only: str | N
                 f"--weight-only {weight_only} needs a MODEL to build: the engines of a repository "
                 f"are already built; use: slipstream import --weight-only {weight_only}"
             )
-        return _default_repository() if repository is None else repository_folder(repository)
+        if repository is None:
+            return _default_repository()
+        remember_repository(repository_folder(repository))
+        return repository_folder(repository)
     if repository is not None:
         raise CommandError(
             f"give either a model to serve ({model}) or a repository (--repo {repository}), not "
             "both; to put a model into a repository, use: slipstream import"
         )
-    from slipstream.cli.served_model import prepare_repository
+    from slipstream.cli.models.served_model import prepare_repository
 
     return prepare_repository(model, weight_only)
 

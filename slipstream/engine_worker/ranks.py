@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,12 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.engine_worker.progress import show_progress
 from slipstream.server.engine_link.child import ENGINE_COMMAND
+from slipstream.server.engine_link.cluster.address import route_interface
+from slipstream.server.engine_link.cluster.key import (
+    CLUSTER_KEY_VARIABLE,
+    ClusterKey,
+    read_cluster_key,
+)
 from slipstream.server.engine_link.link import RankPlace
 from slipstream.server.engine_link.rank_link import FollowerLinks, LeaderLink
 from slipstream.server.engine_link.rank_processes import FollowerProcesses
@@ -19,11 +26,16 @@ from slipstream.weights.engine_config import read_engine_config
 from slipstream.weights.shards import check_ranks
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from slipstream.engine.loop import EngineLoop, Progress
     from slipstream.kernels.gpu.compilation.pool import CompilePool
     from slipstream.kernels.ranks import TorchRanks
 
 _FAILURE_SECONDS = 1.0  # from a broken connection until the end of the other process is known
+# The server ends a start that takes too long, and a rank that is silent.
+_MEETING_TIME = timedelta(days=1)
+_ENDPOINT = "orders for rank {}"  # key of the store: where a follower gets its orders
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -31,6 +43,30 @@ def connect(
     place: RankPlace, settings: EngineSettings, find_failure: Callable[[], str] = lambda: ""
 ) -> TorchRanks:
     """Meet the other ranks. find_failure: returns why another rank has ended, if that is known"""
+    return _join(place, settings, open_store(place), find_failure)
+
+
+def open_store(place: RankPlace) -> Store:
+    """Return where the ranks find each other. Rank 0 of several machines listens for the others."""
+    import torch.distributed as dist
+
+    if place.local is None:
+        return dist.FileStore(place.store, place.size)  # type: ignore[attr-defined]
+    host, _, port = place.store.rpartition(":")
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        int(port),
+        place.size,
+        is_master=place.rank == 0,
+        timeout=_MEETING_TIME,
+        wait_for_workers=False,
+        master_listen_fd=place.local.listener,
+    )
+
+
+def _join(
+    place: RankPlace, settings: EngineSettings, store: Store, find_failure: Callable[[], str]
+) -> TorchRanks:
     import torch
     import torch.distributed as dist
 
@@ -44,18 +80,27 @@ def connect(
         )
     backend = "gloo"
     device = None
+    local = (place.rank, place.size)
+    if place.local is not None:
+        local = (place.local.rank, place.local.size)
     if not cpu_probe.runs_on_cpu(settings):
-        placement = place_rank(settings, place.rank, place.size, torch.cuda.device_count())
+        placement = place_rank(settings, *local, torch.cuda.device_count())
         device = torch.device("cuda", placement.device or 0)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    with _loopback_only():
-        store = dist.FileStore(place.store, place.size)  # type: ignore[attr-defined]
+    with _one_interface(place):
         # With a device, NCCL connects now and not in the first step.
         dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.size, device_id=device
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.size,
+            device_id=device,
+            timeout=None if place.local is None else _MEETING_TIME,
         )
-    return TorchRanks(find_failure=find_failure, batch_invariant=settings.deterministic)
+    return TorchRanks(
+        find_failure=find_failure, batch_invariant=settings.deterministic, local_place=local
+    )
 
 
 def disconnect(settings: EngineSettings) -> None:
@@ -80,16 +125,36 @@ def start_leader(
 
     compiler: processes that compile the kernels of a GPU, for all ranks
     """
-    ranks = connect(place, settings, find_failure)
+    store = open_store(place)
+    listening = _listen(place, store)
+    ranks = _join(place, settings, store, find_failure)
 
     from slipstream.engine.constraints.constraints import Constraints
     from slipstream.server.text.vocabulary import read_vocabulary
     from slipstream.weights.load import start_engine
 
-    followers = FollowerLinks(place.sockets, find_failure)
+    followers = listening or FollowerLinks(place.sockets, find_failure)
     loop = start_engine(engine_folder, settings, progress, compiler, ranks, followers)
     loop.constraints = Constraints(partial(read_vocabulary, engine_folder, loop.info.vocab_size))
     return loop
+
+
+def _listen(place: RankPlace, store: Store) -> FollowerLinks | None:
+    """Return the links to followers on other machines, and tell them where these listen."""
+    if place.local is None:
+        return None
+    address = place.store.rpartition(":")[0]
+    links = FollowerLinks.listen(address, place.size - 1, _take_cluster_key())
+    for rank, endpoint in enumerate(links.endpoints, start=1):
+        store.set(_ENDPOINT.format(rank), endpoint)
+    return links
+
+
+def _take_cluster_key() -> ClusterKey:
+    """Return the key of the environment, and remove it from there."""
+    key = read_cluster_key()
+    os.environ.pop(CLUSTER_KEY_VARIABLE, None)
+    return key
 
 
 def start_own_ranks(engine_folder: str, settings: EngineSettings) -> EngineLoop:
@@ -112,7 +177,10 @@ def start_own_ranks(engine_folder: str, settings: EngineSettings) -> EngineLoop:
         raise
     followers.remove_files()
 
+    end_leader = loop.on_close
+
     def end_followers() -> None:
+        end_leader()
         followers.close()
         disconnect(settings)
 
@@ -123,8 +191,13 @@ def start_own_ranks(engine_folder: str, settings: EngineSettings) -> EngineLoop:
 def run_follower(engine_folder: str, settings: EngineSettings, place: RankPlace) -> None:
     """Follow the leading rank until it ends this one."""
     settings = cpu_probe.prepare(settings)
-    link = LeaderLink(place.sockets[place.rank - 1])
-    ranks = connect(place, settings)
+    store = open_store(place)
+    if place.local is None:
+        link = LeaderLink(place.sockets[place.rank - 1])
+    else:
+        endpoint = store.get(_ENDPOINT.format(place.rank)).decode()
+        link = LeaderLink(endpoint, _take_cluster_key())
+    ranks = _join(place, settings, store, lambda: "")
 
     from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
     from slipstream.engine.ranks.following import follow
@@ -137,15 +210,22 @@ def run_follower(engine_folder: str, settings: EngineSettings, place: RankPlace)
 
 
 @contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Let gloo and NCCL listen on the loopback interface only: all ranks are on this machine."""
+def _one_interface(place: RankPlace) -> Iterator[None]:
+    """Let gloo and NCCL listen on one interface only: loopback if all ranks are on this machine,
+    else the one that leads to rank 0, unless the environment names another.
+    """
     before = {name: os.environ.get(name) for name in _INTERFACE_VARIABLES}
-    os.environ.update(dict.fromkeys(_INTERFACE_VARIABLES, "lo"))
+    if place.local is None:
+        chosen: dict[str, str] = dict.fromkeys(_INTERFACE_VARIABLES, "lo")
+    else:
+        interface = route_interface(place.store.rpartition(":")[0])
+        chosen = {name: value or interface for name, value in before.items()}
+    os.environ.update({name: value for name, value in chosen.items() if value})
     try:
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
+            if value is not None:
                 os.environ[name] = value
+            else:
+                os.environ.pop(name, None)

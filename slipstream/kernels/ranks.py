@@ -8,7 +8,6 @@ samples the same tokens from them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,8 +24,7 @@ from slipstream.kernels.rank_errors import RankLost, RanksDiffer
 
 # (residual stream, what is added to it, norm) → the normalised sum: `Operations.add_norm`
 AddNorm = Callable[[Tensor, Tensor | None, Norm], Input]
-# the first bits of a hash, as a number that int64 holds with either sign
-_HASH_BYTES = 7
+_DESCRIPTION_BYTES = 1024  # of the software and the device of a rank, in UTF-8
 
 
 class Ranks(Protocol):
@@ -38,6 +36,16 @@ class Ranks(Protocol):
     @property
     def size(self) -> int:
         """The number of ranks."""
+        ...
+
+    @property
+    def local_rank(self) -> int:
+        """The place of this rank among those on the same machine."""
+        ...
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks on the same machine."""
         ...
 
     def sum(self, y: Tensor) -> Tensor:
@@ -81,6 +89,8 @@ class OneRank:
 
     rank: int = 0
     size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
 
     def sum(self, y: Tensor) -> Tensor:
         return y
@@ -113,11 +123,13 @@ class TorchRanks:
         group: Any = None,
         find_failure: Callable[[], str] = lambda: "",
         batch_invariant: bool = False,
+        local_place: tuple[int, int] | None = None,
     ) -> None:
         """group: a process group; None: the default one. Its backend must take tensors of a CPU,
         too: numbers of the host are exchanged over it. find_failure: returns why another rank has
         ended, if that is known. batch_invariant: add in the order of the ranks, whatever the size
-        of a tensor; the library adds the parts of a tensor in different orders
+        of a tensor; the library adds the parts of a tensor in different orders. local_place: rank
+        and number of ranks on this machine; None: all ranks are on it
         """
         self._group = group
         # two numbers have one sum
@@ -125,6 +137,7 @@ class TorchRanks:
         self._find_failure = find_failure
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.local_rank, self.local_size = local_place or (self.rank, self.size)
 
     def sum(self, y: Tensor) -> Tensor:
         if self._in_order:
@@ -170,13 +183,17 @@ class TorchRanks:
         return int(found)
 
     def meet(self, description: str = "") -> None:
-        digest = hashlib.sha256(description.encode()).digest()[:_HASH_BYTES]
-        number = int.from_bytes(digest, "big")
-        if self.least(number) != -self.least(-number):
-            raise RanksDiffer(
-                f"the ranks of this engine differ: rank {self.rank} has {description}; run all "
-                "ranks on the same software and the same kind of device"
-            )
+        own = torch.zeros(_DESCRIPTION_BYTES, dtype=torch.uint8)
+        text = description.encode()[:_DESCRIPTION_BYTES]
+        own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        found = [bytes(part.tolist()).rstrip(b"\0") for part in self._gather(own)]
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise RanksDiffer(
+                    f"the ranks of this engine differ: rank 0 has {found[0].decode()}, rank {rank} "
+                    f"has {other.decode()}; run all ranks on the same software and the same kind "
+                    "of device"
+                )
 
     def _gather(self, part: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which have the same shape."""

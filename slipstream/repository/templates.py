@@ -1,7 +1,9 @@
-"""Write a repository from the config.pbtxt templates of this package.
+"""Write the models of an engine from the config.pbtxt templates of this package.
 
-The templates use upstream's variables. Each model folder appears complete or not at all: it is
-written under a temporary name in the same folder and then renamed.
+The templates use upstream's variables. The first model of a repository has helper models with the
+names of the tutorials: `ensemble`, `preprocessing`, `tensorrt_llm`, `postprocessing`. Those of
+further models are named after their model: `gpt2-ensemble` and so on. Each model folder appears
+complete or not at all: it is written under a temporary name in the same folder and then renamed.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from pathlib import Path
 from slipstream.repository.config import CONFIG_NAME
 
 VERSION = "1"
-FIXED_NAMES = ("preprocessing", "postprocessing", "tensorrt_llm", "ensemble")
+ENSEMBLE = "ensemble"
+FIXED_NAMES = ("preprocessing", "postprocessing", "tensorrt_llm", ENSEMBLE)
 BLS_TEMPLATE = "tensorrt_llm_bls"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VARIABLE = re.compile(r"\$\{([^{}\s]*)\}")
+# a model's own name, and the names of an ensemble's steps
+_HELPER = re.compile(rf'^( *(?:name|model_name): )"({"|".join(FIXED_NAMES)})"$', re.MULTILINE)
 
 
 class RepositoryExists(Exception):
@@ -44,52 +49,63 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     return _VARIABLE.sub(lambda match: values.get(match.group(1), match.group(0)), text)
 
 
+def helper_names(repo: Path, model_name: str) -> dict[str, str]:
+    """Return the names of a new model's helper models, by their names in the tutorials."""
+    if any((repo / name).exists() for name in FIXED_NAMES):
+        return {name: f"{model_name}-{name}" for name in FIXED_NAMES}
+    return {name: name for name in FIXED_NAMES}
+
+
 def write_repository(
     repo: Path, model_name: str, engine_dir: Path, tokenizer_dir: Path, max_batch_size: int
 ) -> list[Path]:
-    """Write the five models that serve one engine, and return their folders.
+    """Write the five models that serve one engine beside those that exist. Returns their folders.
 
     `model_name` is the name of the text-to-text model that clients use.
     """
     if not _NAME.fullmatch(model_name) or model_name in FIXED_NAMES:
         raise ValueError(f"'{model_name}' cannot be a model's name here")
-    folders = {model_name: BLS_TEMPLATE, **{name: name for name in FIXED_NAMES}}
-    _refuse_existing(repo, model_name, folders)
-    values = _values(model_name, engine_dir, tokenizer_dir, max_batch_size)
+    helpers = helper_names(repo, model_name)
+    # the model that needs the others comes last: a running server may look in between
+    templates = {**{helpers[name]: name for name in FIXED_NAMES}, model_name: BLS_TEMPLATE}
+    check_free(repo, model_name)
+    values = _values(model_name, helpers["tensorrt_llm"], engine_dir, tokenizer_dir, max_batch_size)
     repo.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     try:
-        for name, source in folders.items():
-            _write_model(repo / name, _fill_all(template(source), values))
+        for name, source in templates.items():
+            text = _fill_all(_with_helpers(template(source), helpers), values)
+            _write_model(repo / name, text)
             written.append(repo / name)
     except BaseException:
-        for folder in written:
+        for folder in reversed(written):
             shutil.rmtree(folder, ignore_errors=True)
         raise
     return written
 
 
-def _refuse_existing(repo: Path, model_name: str, folders: Mapping[str, str]) -> None:
-    if (repo / model_name).exists():
-        raise RepositoryExists(
-            f"Found existing model at {repo / model_name / VERSION}, skipping repo add."
-        )
-    taken = sorted(name for name in folders if (repo / name).exists())
-    if taken:
-        # Replacing them would make the model that uses them answer with another one's weights.
-        raise RepositoryExists(
-            f"{repo} already holds the {', '.join(taken)} of another model, skipping repo add. "
-            "Remove that model first, or import into another repository."
-        )
+def check_free(repo: Path, model_name: str) -> None:
+    """Raise RepositoryExists if a folder is where a new model or one of its helpers would be."""
+    for name in (model_name, *helper_names(repo, model_name).values()):
+        if (repo / name).exists():
+            raise RepositoryExists(
+                f"Found existing model at {repo / name / VERSION}, skipping repo add. "
+                f"Remove it first (slipstream remove -m {name}), or choose another name or --repo."
+            )
+
+
+def _with_helpers(text: str, helpers: Mapping[str, str]) -> str:
+    """Return a template with these names of the helper models."""
+    return _HELPER.sub(lambda match: f'{match[1]}"{helpers[match[2]]}"', text)
 
 
 def _values(
-    model_name: str, engine_dir: Path, tokenizer_dir: Path, max_batch_size: int
+    model_name: str, engine_name: str, engine_dir: Path, tokenizer_dir: Path, max_batch_size: int
 ) -> dict[str, str]:
     return {
         "bls_model_name": model_name,
-        "engine_dir": _escape_quotes(engine_dir),
-        "tokenizer_dir": _escape_quotes(tokenizer_dir),
+        "engine_dir": escape_quotes(str(engine_dir.absolute())),
+        "tokenizer_dir": escape_quotes(str(tokenizer_dir.absolute())),
         "triton_max_batch_size": str(max_batch_size),
         "triton_backend": "tensorrtllm",
         "batching_strategy": "inflight_fused_batching",
@@ -99,12 +115,13 @@ def _values(
         "preprocessing_instance_count": "1",
         "postprocessing_instance_count": "1",
         "bls_instance_count": "1",
-        "tensorrt_llm_model_name": "tensorrt_llm",
+        "tensorrt_llm_model_name": engine_name,
     }
 
 
-def _escape_quotes(path: Path) -> str:
-    return str(path.absolute()).replace("\\", "\\\\").replace('"', '\\"')
+def escape_quotes(text: str) -> str:
+    """Return a text as it stands in quotes in config.pbtxt."""
+    return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _fill_all(text: str, values: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ script("{command}")
 '''
 
 _EXAMPLES = {
-    "examples/run.py": "run",
+    "examples/run.py": "classic-run",
     "examples/hf_lora_convert.py": "lora",
     "examples/gpt/hf_gpt_convert.py": "gpt-convert",
     "examples/quantization/quantize.py": "quantize",
@@ -45,7 +45,7 @@ _EXAMPLES = {
         for name, command in (
             ("convert_checkpoint.py", "convert"),
             ("build.py", "build"),
-            ("run.py", "run"),
+            ("run.py", "classic-run"),
             ("hf_lora_convert.py", "lora"),
         )
     },

@@ -29,9 +29,10 @@ from slipstream.server.frontends.count import choose_count, usable_cores
 from slipstream.server.frontends.ports import PortError, Ports
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.log.output import HANDLER
-from slipstream.server.options import ALL_MODELS, ServerOptions
+from slipstream.server.options import ALL_MODELS, ServerOptions, is_loopback
 
 if TYPE_CHECKING:
+    from slipstream.server.engine_link.cluster.leader import RankHosts
     from slipstream.server.frontends.primary import Frontends
     from slipstream.server.models.factories import ModelFactory
     from slipstream.server.services import Services
@@ -70,7 +71,36 @@ def run_server(options: ServerOptions, factories: Sequence[ModelFactory] = ()) -
     for warning in reading.problems.warnings:
         logger.warning(str(warning))
     _warn_of_exposure(options)
-    engines = EnginePool(options.engine_settings, options.supervision, options.engine_command)
+    hosts = _open_cluster(options)
+    try:
+        return _run_server(options, factories, reading, early_signals, hosts)
+    finally:
+        if hosts is not None:
+            hosts.close()
+
+
+def _open_cluster(options: ServerOptions) -> RankHosts | None:
+    """Listen for the processes that a launcher started on other machines, if there are any."""
+    if options.cluster is None:
+        return None
+    from slipstream.server.engine_link.cluster.leader import RankHosts
+
+    try:
+        return RankHosts(options.cluster)
+    except ValueError as error:
+        raise StartFailed(str(error)) from error
+
+
+def _run_server(
+    options: ServerOptions,
+    factories: Sequence[ModelFactory],
+    reading: Reading,
+    early_signals: list[int],
+    hosts: RankHosts | None,
+) -> int:
+    engines = EnginePool(
+        options.engine_settings, options.supervision, options.engine_command, hosts
+    )
     try:
         engines.check(reading.repository.engines.values())
     except ValueError as error:
@@ -172,7 +202,7 @@ def _models_to_load(options: ServerOptions, reading: Reading) -> list[str]:
 
 def _warn_of_exposure(options: ServerOptions) -> None:
     """Warn once where other machines can use the models without a key."""
-    exposed = sorted({address for address in options.addresses if not _is_loopback(address)})
+    exposed = sorted({address for address in options.addresses if not is_loopback(address)})
     if exposed and not options.access.guarded:
         logger.warning(
             "listening at %s without an API key: everyone who can reach this machine can use its "
@@ -182,10 +212,6 @@ def _warn_of_exposure(options: ServerOptions) -> None:
         )
         if options.allow_python_models and options.control_mode == "explicit":
             logger.warning("clients can also load models with code of their own, which runs here")
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in ("localhost", "::1")
 
 
 class _Server:
@@ -321,12 +347,13 @@ class _Server:
         if address in ("0.0.0.0", "::"):
             host = "localhost"
         port = self._ports.http.getsockname()[1]
+        scheme = "http" if self._options.http_certificate is None else "https"
         lines = [self._describe_start_time()]
         if self._options.frontends > 1:
             lines.append(f"Serving:  with {self._options.frontends} front ends")
         if self._reading.repository.pipelines:
-            lines += self._describe_text_models(f"{host}:{port}")
-        places = f"API docs: http://{host}:{port}/docs"
+            lines += self._describe_text_models(f"{scheme}://{host}:{port}")
+        places = f"API docs: {scheme}://{host}:{port}/docs"
         if self._ports.metrics is not None:
             metrics_port = self._ports.metrics.getsockname()[1]
             places += f"   metrics: http://{host}:{metrics_port}/metrics"
@@ -337,19 +364,17 @@ class _Server:
             print("\n".join(lines), flush=True)
 
     def _describe_text_models(self, place: str) -> list[str]:
-        """Return a command to try and the ways to chat. `place`: host and port."""
+        """Return a command to try and the ways to chat. `place`: scheme, host and port."""
         guarded = self._options.access.guarded
         body = json.dumps({"text_input": "What is machine learning?", "max_tokens": 64})
-        url = f"http://{place}/v2/models/{_example_model(self._reading.repository)}/generate"
+        url = f"{place}/v2/models/{_example_model(self._reading.repository)}/generate"
         key = "-H 'Authorization: Bearer YOUR_KEY' " if guarded else ""
-        chat = f"slipstream chat -u {place}"
-        if guarded:  # a browser that opens the page sends no key
+        chat = f"slipstream chat -u {place.removeprefix('http://')}"
+        if guarded:
             chat = f"{chat} --api-key YOUR_KEY_FILE"
-        else:
-            chat = f"http://{place}/ or {chat}"
         return [
             f"Try it:   curl -s {key}{url} -d '{body}'",
-            f"OpenAI:   http://{place}/v1   chat: {chat}",
+            f"OpenAI:   {place}/v1   chat: {place}/ or {chat}",
         ]
 
     def _describe_start_time(self) -> str:

@@ -11,8 +11,9 @@ import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from slipstream.repository.config import CONFIG_NAME
 from slipstream.repository.describe import with_instances
 from slipstream.repository.models import EngineModel, Repository, RepositoryModel
 from slipstream.repository.reading import Reading
@@ -32,6 +33,7 @@ from slipstream.server.models.factories import ModelFactory, find_factory
 from slipstream.server.models.generating import ServedEngine
 from slipstream.server.text.chat import ChatOptions
 from slipstream.server.warmup import warm_up
+from slipstream.weights.cache.locks import hold
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +69,12 @@ class LoadedModel:
     engines: dict[str, ServedEngine] = field(default_factory=dict)  # those that it uses, by name
     stamp: object = None  # state of the files that it was loaded from
     number: int = field(default_factory=itertools.count(1).__next__)  # of the load
+    mark: BinaryIO | None = None  # tells `slipstream list` that the model is served
 
     async def close(self) -> None:
         """End the processes of the model."""
+        if self.mark is not None:
+            self.mark.close()
         for served in dict.fromkeys(self.versions.values()):
             await served.close()
 
@@ -153,6 +158,8 @@ class ModelBuilder:
 
     async def _load_engine(self, model: EngineModel, client: PooledEngine) -> ServedEngine:
         engine = await load_engine(model, client, self._chat, AdapterRegistry(model.adapter_folder))
+        if self._engines.frontends == 1:
+            return engine
         return replace(engine, outstanding_elsewhere=lambda: self._engines.count_elsewhere(client))
 
 
@@ -221,27 +228,39 @@ class LoadedModels:
             if other != name and name in self._repository.needed_by(other)
         ]
 
-    async def load(self, name: str, reading: Reading) -> None:
-        """Load a model and those it uses. LoadFailed says why it cannot serve."""
-        failures: dict[str, LoadFailed] = {}
-        for part in reading.repository.needed_by(name):
-            needed = reading.repository.needed_by(part)
-            if (part in self._models and part != name) or any(one in failures for one in needed):
+    async def load(
+        self, name: str, reading: Reading, failures: dict[str, LoadFailed] | None = None
+    ) -> None:
+        """Load a model and those it uses. LoadFailed says why it cannot serve.
+
+        `failures`: the models that this order to load has tried. They are not tried again: an
+        engine can take minutes to fail.
+        """
+        failures = {} if failures is None else failures
+        needed_by = reading.repository.needed_by
+        for part in needed_by(name):
+            tried = part in failures or any(one in failures for one in needed_by(part))
+            if tried or (part in self._models and part != name):
                 continue
             try:
                 await self._load_one(reading.repository.models[part], reading)
             except LoadFailed as error:
-                if part == name:
-                    raise
                 failures[part] = error
-        for part, failure in failures.items():
-            text = (
-                f"ensemble '{name}' depends on '{part}' which has no loaded version. "
-                f"Model '{part}' loading failed with error: {failure}"
-            )
-            context = {"place": "model_repository_manager.cc:580", "model": name}
-            logger.error("Invalid argument: %s", text, extra=context)
-            raise LoadFailed(text)
+        if name in failures:
+            raise failures[name]
+        for part in needed_by(name):
+            if part in failures:
+                raise self._fail_part(name, part, failures[part])
+
+    def _fail_part(self, name: str, part: str, failure: LoadFailed) -> LoadFailed:
+        """Log that a model cannot be loaded without a part."""
+        text = (
+            f"ensemble '{name}' depends on '{part}' which has no loaded version. "
+            f"Model '{part}' loading failed with error: {failure}"
+        )
+        context = {"place": "model_repository_manager.cc:580", "model": name}
+        logger.error("Invalid argument: %s", text, extra=context)
+        return LoadFailed(text)
 
     async def _load_one(self, model: RepositoryModel, reading: Reading) -> None:
         if not model.versions:
@@ -293,6 +312,7 @@ class LoadedModels:
         predecessor = self._models.get(model.name)
         self._registry.replace(model.name, built.versions)
         built.stamp = file_stamp(model)
+        built.mark = hold(model.folder / CONFIG_NAME)
         self._models[model.name] = built
         replaced = None
         if built.client is not None:

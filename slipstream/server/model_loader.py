@@ -144,12 +144,13 @@ class ModelLoader:
 
     async def _load_users(self, name: str, reading: Reading) -> None:
         """Load the models that became unavailable when this one was unloaded, or failed to load."""
+        tried: dict[str, LoadFailed] = {}
         for user in reading.repository.models:
             parts = set(reading.repository.needed_by(user))
             if name not in parts or user in self._loaded or not parts <= self._wanted:
                 continue
             try:
-                await self._loaded.load(user, reading)
+                await self._loaded.load(user, reading, tried)
             except LoadFailed as error:
                 logger.error("failed to load '%s': %s", user, error, extra=log_context(654, user))
 
@@ -186,6 +187,7 @@ class ModelLoader:
         """Load these models. Return the reason of each that failed."""
         async with self._lock:
             failed: dict[str, str] = {}
+            tried: dict[str, LoadFailed] = {}
             for name in names:
                 try:
                     if name not in reading.repository.models:
@@ -193,7 +195,7 @@ class ModelLoader:
                     self._wanted |= set(reading.repository.needed_by(name))
                     # it may have been loaded as a part of another model
                     if not self._loaded.is_current(reading.repository.models[name]):
-                        await self._loaded.load(name, reading)
+                        await self._loaded.load(name, reading, tried)
                     self._explicit.add(name)
                 except LoadFailed as error:
                     failed[name] = str(error)

@@ -10,8 +10,11 @@ from typing import Any, Literal
 
 from slipstream.server.engine_link.child import ENGINE_COMMAND
 from slipstream.server.engine_link.client import Supervision
+from slipstream.server.engine_link.cluster.leader import ClusterOptions
 from slipstream.server.kserve.access import Access
+from slipstream.server.kserve.certificates import CertificateFiles
 from slipstream.server.kserve.context import DEFAULT_HTTP_MAX_INPUT_BYTES
+from slipstream.server.kserve.sites import Sites
 from slipstream.server.text.chat import ChatOptions
 from slipstream.server.tracing.export_settings import ExportSettings
 
@@ -44,6 +47,9 @@ class ServerOptions:
     complete_config: bool = True  # whether Python models complete their own configuration
     allow_client_shared_memory: bool = False
     access: Access = field(default_factory=Access)
+    allowed_hosts: tuple[str, ...] = ()  # names of the server besides those of this machine
+    cors_origins: tuple[str, ...] = ()  # origins of pages that may use the server
+    http_certificate: CertificateFiles | None = None  # None: HTTP without TLS
     embedding_pooling: str = ""  # kind of pooling, whatever the models declare; empty: theirs
     http_metrics: bool = False  # whether the HTTP port serves /metrics, too
     http_max_input_bytes: int = DEFAULT_HTTP_MAX_INPUT_BYTES
@@ -59,6 +65,7 @@ class ServerOptions:
     # engine settings that override those of the repository
     engine_settings: Mapping[str, Any] = field(default_factory=dict)
     chat: ChatOptions = field(default_factory=ChatOptions)
+    cluster: ClusterOptions | None = None  # None: all ranks of engines are on this machine
     supervision: Supervision = field(default_factory=Supervision)
     engine_command: Sequence[str] = ENGINE_COMMAND
     announce: bool = True  # whether to print the addresses and a command to try
@@ -66,3 +73,12 @@ class ServerOptions:
     @property
     def addresses(self) -> list[str]:
         return [port.address for port in (self.http, self.grpc, self.metrics) if port.open]
+
+    @property
+    def sites(self) -> Sites:
+        return Sites(is_loopback(self.http.address), self.allowed_hosts, self.cors_origins)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine reaches this address."""
+    return address.startswith("127.") or address in ("localhost", "::1")

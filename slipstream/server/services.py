@@ -44,21 +44,24 @@ def frontend_options(options: ServerOptions, grpc_number: int) -> FrontendOption
     """Return what secondary front ends must know."""
     access = options.access
     return FrontendOptions(
-        access.api_key,
-        access.admin_key,
-        dict(access.http_restrictions),
-        dict(access.grpc_restrictions),
-        options.server_name,
-        options.http_max_input_bytes,
-        options.embedding_pooling,
-        _pattern_text(options.http_forwarded_headers),
-        _pattern_text(options.grpc_forwarded_headers),
-        dict(options.grpc_settings),
-        _grpc_address(options.grpc.address, grpc_number) if options.grpc.open else "",
-        dict(options.metrics_settings),
-        options.chat.template_folder,
-        options.chat.tool_call_parser,
-        options.chat.reasoning_parser,
+        api_key=access.api_key,
+        admin_key=access.admin_key,
+        http_restrictions=dict(access.http_restrictions),
+        grpc_restrictions=dict(access.grpc_restrictions),
+        health_needs_key=access.health_needs_key,
+        sites=options.sites,
+        http_certificate=options.http_certificate,
+        server_name=options.server_name,
+        http_max_input_bytes=options.http_max_input_bytes,
+        embedding_pooling=options.embedding_pooling,
+        http_forwarded_headers=_pattern_text(options.http_forwarded_headers),
+        grpc_forwarded_headers=_pattern_text(options.grpc_forwarded_headers),
+        grpc_settings=dict(options.grpc_settings),
+        grpc_address=_grpc_address(options.grpc.address, grpc_number) if options.grpc.open else "",
+        metrics_settings=dict(options.metrics_settings),
+        chat_template_folder=options.chat.template_folder,
+        tool_call_parser=options.chat.tool_call_parser,
+        reasoning_parser=options.chat.reasoning_parser,
     )
 
 
@@ -86,11 +89,7 @@ class Services:
         self._listening = False  # all models are loaded
         self.metrics = ServerMetrics(config=MetricsConfig(**options.metrics_settings))
         self.registry = ModelRegistry()
-        if options.response_cache_bytes:
-            self.registry.wrap(ResponseCache(options.response_cache_bytes).wrap)
-        if frontends is not None:
-            self.registry.wrap(frontends.wrap)
-        self.registry.wrap(self.metrics.count)
+        self._wrap_models()
         trace = self._trace = TraceSettings(options.trace_settings, options.trace_export)
         if trace.exporter is not None:
             self.metrics.watch_span_export(trace.exporter)
@@ -109,9 +108,10 @@ class Services:
         engines.on_change = self._watch_engines
         context = _context(options, self.loader, trace)
         self._memory = context.memory
-        http_metrics = self.metrics if options.http_metrics else None
-        self._http = HttpServer(create_app(self.registry, state, context, http_metrics))
-        self._metrics = HttpServer(serve_metrics(self.metrics))
+        shown = self.metrics if options.http_metrics else None
+        app = create_app(self.registry, state, context, shown, self.metrics)
+        self._http = HttpServer(app, certificate=options.http_certificate)
+        self._metrics = HttpServer(serve_metrics(self.metrics, state))
         self._grpc_options = GrpcOptions(**options.grpc_settings, share_port=frontends is not None)
         handlers = create_handlers(self.registry, state, context)
         self._calls = ForwardedCalls(handlers)
@@ -121,6 +121,14 @@ class Services:
         self._connect(factories)
         if frontends is not None:
             self._share(frontends, context)
+
+    def _wrap_models(self) -> None:
+        """Count the requests of all models. Answer some of them from the cache."""
+        if self._options.response_cache_bytes:
+            self.registry.wrap(ResponseCache(self._options.response_cache_bytes).wrap)
+        if self._frontends is not None:
+            self.registry.wrap(self._frontends.wrap)
+        self.registry.wrap(self.metrics.count)
 
     def _share(self, frontends: Frontends, context: ServerContext) -> None:
         """Let the other front ends follow this one, and this one know what they count."""
@@ -224,6 +232,7 @@ def _context(options: ServerOptions, loader: ModelLoader, trace: TraceSettings) 
         memory=SharedMemory(options.allow_client_shared_memory),
         trace=trace,
         access=options.access,
+        sites=options.sites,
         server_name=options.server_name,
         http_max_input_bytes=options.http_max_input_bytes,
         embedding_pooling=options.embedding_pooling,

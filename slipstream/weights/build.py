@@ -13,25 +13,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slipstream.version import VERSION
 from slipstream.weights.build_plan import BuildPlan, hashed_details, plan_build
 from slipstream.weights.engine_config import (
     CONFIG_NAME,
-    FORMAT,
     BuildLimits,
     EngineFolderError,
     config_document,
     read_engine_config,
 )
 from slipstream.weights.parameters import (
+    DTYPE_NAMES,
     EngineParameter,
     Quantisation,
     engine_layout,
     engine_parameters,
+    part_name,
     scales_name,
 )
 from slipstream.weights.sources.open_source import open_source
 from slipstream.weights.sources.source import Source
+from slipstream.weights.stored_rows import stored_pieces
 from slipstream.weights.stream import (
     ByteMeter,
     Progress,
@@ -64,28 +68,40 @@ def build_engine(
 ) -> Path:
     """Build an engine folder at `output` and return it. A second identical build does nothing.
 
-    `dtype` "auto" keeps a 16-bit type of the weights and uses bfloat16 for any other type.
-    `weight_only` is None, "int8", "int4" or "fp8". `fp8_kv_cache` stores the KV cache in FP8 on
-    a GPU. `wanted_ranks` is recorded; the folder runs with any number of ranks. Raises
-    SourceError, UnsupportedModel or ValueError with one line that gives the reason.
+    `dtype` "auto" keeps the blocks of a quantised GGUF file and a 16-bit type of other weights; for
+    any other type it uses bfloat16. `weight_only` is None, "int8", "int4" or "fp8".
+    `fp8_kv_cache` stores the KV cache in FP8 on a GPU. `wanted_ranks` is recorded; the folder runs
+    with any number of ranks. Raises SourceError, UnsupportedModel or ValueError with one line that
+    gives the reason.
     """
     output = Path(output)
     progress = progress or no_progress
     opened = open_source(str(source), progress) if isinstance(source, str | Path) else source
-    plan = plan_build(
-        opened,
-        dtype,
-        weight_only,
-        fp8_kv_cache,
-        FORMAT,
-        limits or BuildLimits.for_model(opened.spec),
-    )
+    plan = plan_engine(opened, dtype, weight_only, fp8_kv_cache, limits)
     if _is_built(output, plan, wanted_ranks):
         return output
     check_disk(output, file_size(engine_layout(opened.spec, plan.dtype, plan.quantisation)))
     with whole_folder(output, CONFIG_NAME, _old_files(output)) as staging:
         _write_folder(opened, plan, staging, progress, wanted_ranks)
     return output
+
+
+def plan_engine(
+    source: Source,
+    dtype: str,
+    weight_only: str | None,
+    fp8_kv_cache: bool = False,
+    limits: BuildLimits | None = None,
+) -> EnginePlan:
+    """Return the plan of an engine folder, decided from the source's headers alone."""
+    return plan_build(
+        source,
+        dtype,
+        weight_only,
+        fp8_kv_cache,
+        limits or BuildLimits.for_model(source.spec),
+        keep_stored=dtype == "auto" and weight_only is None,
+    )
 
 
 def _is_built(output: Path, plan: EnginePlan, wanted_ranks: int) -> bool:
@@ -158,13 +174,29 @@ def _content_hash(source: Source, plan: EnginePlan, files: dict[str, str]) -> st
 
 
 def _engine_pieces(source: Source, plan: EnginePlan) -> Iterator[tuple[str, memoryview]]:
-    for parameter in engine_parameters(source.spec, plan.quantisation):
+    """Yield (tensor name, bytes) in the order of the engine's file."""
+    layout = engine_layout(source.spec, plan.dtype, plan.quantisation)
+    places = {name: place for place, name in enumerate(layout)}
+    parameters = engine_parameters(source.spec, plan.quantisation)
+    for parameter in sorted(parameters, key=lambda one: _first_place(one, places)):
+        parts = plan.quantisation.stored.get(parameter.name)
+        if parts is not None:
+            for name, stored in stored_pieces(source, parameter, parts):
+                yield name, memoryview(np.ascontiguousarray(stored).data)
+            continue
         rows = parameter_rows(source, parameter.parts)
         if parameter.bits:
             yield from _quantised_pieces(parameter, rows, plan.quantisation)
         else:
+            code = layout[parameter.name].dtype
             for block in rows:
-                yield parameter.name, tensor_bytes(block, plan.dtype)
+                yield parameter.name, tensor_bytes(block, DTYPE_NAMES[code])
+
+
+def _first_place(parameter: EngineParameter, places: dict[str, int]) -> int:
+    """Return the place in the file of a parameter's first tensor."""
+    own = places.get(parameter.name)
+    return places[part_name(parameter.name, 0)] if own is None else own
 
 
 def _quantised_pieces(

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from slipstream.version import VERSION
-from slipstream.weights.engine_config import BuildLimits
+from slipstream.weights.engine_config import BuildLimits, folder_format
 from slipstream.weights.parameters import Quantisation, choose_quantisation
 from slipstream.weights.rank_split import RankMapping
 from slipstream.weights.sources.source import Source, check_source, choose_dtype
+from slipstream.weights.stored_rows import keep_as_stored
 
 # The part of a plan that only an engine folder or only a checkpoint has.
 Details = TypeVar("Details", BuildLimits, RankMapping)
@@ -30,10 +31,12 @@ def plan_build(
     dtype: str,
     weight_only: str | None,
     fp8_kv_cache: bool,
-    file_format: int,
     details: Details,
+    keep_stored: bool = False,
 ) -> BuildPlan[Details]:
-    """Check the source and return the plan of a folder in `file_format`.
+    """Check the source and return the plan of a folder.
+
+    keep_stored: keep matrices in blocks as they are in the source.
 
     Raises SourceError, UnsupportedModel or ValueError with one line that says why it cannot be
     built.
@@ -41,9 +44,11 @@ def plan_build(
     stored = choose_dtype(source, dtype)
     check_source(source)
     quantisation = choose_quantisation(source.spec, weight_only, fp8_kv_cache)
+    if keep_stored:
+        quantisation = keep_as_stored(source, quantisation)
     inputs: list[Any] = [
         VERSION,
-        file_format,
+        folder_format(quantisation),
         source.fingerprint(),
         stored,
         asdict(quantisation),

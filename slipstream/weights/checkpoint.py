@@ -69,6 +69,8 @@ def is_checkpoint(folder: Path) -> bool:
 class CheckpointSource:
     """A checkpoint folder as a source. Its tensors already have the names of parameters."""
 
+    stored = None  # its matrices are plain
+
     def __init__(self, folder: Path, label: str) -> None:
         self.label = label
         self.folder = folder
@@ -135,7 +137,7 @@ def plan_checkpoint(
 ) -> CheckpointPlan:
     """Return the plan of a checkpoint. Raises like `plan_build`."""
     mapping.check(source.spec)
-    return plan_build(source, dtype, weight_only, fp8_kv_cache, _FORMAT, mapping)
+    return plan_build(source, dtype, weight_only, fp8_kv_cache, mapping)
 
 
 def _rank_layout(plan: CheckpointPlan, spec: ModelSpec, rank: int) -> dict[str, TensorSlot]:

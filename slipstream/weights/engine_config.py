@@ -7,10 +7,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.kernels.block_sizes import BLOCK_SIZES
 from slipstream.model.spec import ModelSpec
-from slipstream.weights.parameters import DTYPE_CODES, Quantisation
+from slipstream.weights.parameters import DTYPE_CODES, PLAIN_FORMS, Quantisation, StoredRows
 
-FORMAT = 1  # version of the folder's format; other versions are refused
+# Versions of the folder's format; others are refused. A folder has the lowest version that can
+# describe it, so that older releases can read it if possible.
+FORMAT = 1
+FORMAT_STORED = 2  # matrices in the form of a GGUF file
 CONFIG_NAME = "config.json"
 _REBUILD = "import the model again, or build the engine again from its checkpoint"
 
@@ -81,6 +85,7 @@ class EngineConfig:
     pooling: PoolingDefaults | None = None  # None: the source declares nothing
     # ranks that the user of the build wanted; the folder is whole and runs with any number
     wanted_ranks: int = 1
+    source: str = ""  # where the weights came from; empty: not recorded
 
 
 def read_engine_config(path: str | Path) -> EngineConfig:
@@ -93,10 +98,10 @@ def read_engine_config(path: str | Path) -> EngineConfig:
         raise EngineFolderError(
             f"{config_path}: not an engine of Slipstream ({_describe_foreign(config)}); {_REBUILD}"
         )
-    if own.get("format") != FORMAT:
+    if own.get("format") not in (FORMAT, FORMAT_STORED):
         raise EngineFolderError(
-            f"{config_path}: engine format {own.get('format')!r}, this release reads {FORMAT}; "
-            f"upgrade slipstream, or {_REBUILD}"
+            f"{config_path}: engine format {own.get('format')!r}, this release reads {FORMAT} and "
+            f"{FORMAT_STORED}; upgrade slipstream, or {_REBUILD}"
         )
     try:
         return _parse(folder, config, own)
@@ -145,12 +150,22 @@ def config_document(
                 "group_size": quantisation.group_size,
                 "kv_cache_quant_algo": quantisation.kv_cache,
                 "exclude_modules": list(quantisation.excluded),
+                **({"stored": quantisation.stored} if quantisation.stored else {}),
             },
         },
         "build_config": limits.to_config(),
         "generation": {**asdict(generation), "end_ids": list(generation.end_ids)},
-        "slipstream": {"format": FORMAT, "given_limits": list(limits.given), **own},
+        "slipstream": {
+            "format": folder_format(quantisation),
+            "given_limits": list(limits.given),
+            **own,
+        },
     }
+
+
+def folder_format(quantisation: Quantisation) -> int:
+    """Return the version of the format of a folder with these weights."""
+    return FORMAT_STORED if quantisation.stored else FORMAT
 
 
 def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineConfig:
@@ -159,7 +174,7 @@ def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineC
     quantisation = pretrained["quantization"]
     if pretrained["dtype"] not in DTYPE_CODES:
         raise ValueError(f"dtype {pretrained['dtype']!r} is not one of {', '.join(DTYPE_CODES)}")
-    if quantisation["quant_algo"] not in (None, "W8A16", "W4A16", "FP8"):
+    if quantisation["quant_algo"] not in (None, "W8A16", "W4A16", "FP8", "GGUF"):
         raise ValueError(
             f"quantisation {quantisation['quant_algo']!r} is not known to this release"
         )
@@ -173,6 +188,7 @@ def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineC
             quantisation["group_size"],
             quantisation.get("kv_cache_quant_algo"),
             tuple(quantisation.get("exclude_modules") or ()),
+            _read_stored(quantisation.get("stored") or {}),
         ),
         build=BuildLimits(
             **{name: int(config["build_config"][name]) for name in known},
@@ -186,7 +202,20 @@ def _parse(folder: Path, config: dict[str, Any], own: dict[str, Any]) -> EngineC
         inputs_hash=own.get("request", ""),
         pooling=read_pooling_defaults(own),
         wanted_ranks=_read_wanted_ranks(pretrained),
+        source=str(own.get("source", "")),
     )
+
+
+def _read_stored(given: dict[str, Any]) -> dict[str, tuple[StoredRows, ...]]:
+    stored = {}
+    for name, parts in given.items():
+        stored[name] = tuple(StoredRows(form, int(rows)) for form, rows in parts)
+        forms = {part.form for part in stored[name]}
+        if unknown := forms - BLOCK_SIZES.keys() - PLAIN_FORMS:
+            raise ValueError(f"{name}: the form {unknown.pop()!r} is not known to this release")
+        if not forms or (forms & PLAIN_FORMS and len(parts) > 1):
+            raise ValueError(f"{name}: rows of the forms {parts} are not one matrix")
+    return stored
 
 
 def _read_wanted_ranks(pretrained: dict[str, Any]) -> int:
@@ -207,7 +236,7 @@ def _load_json(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise EngineFolderError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineFolderError(f"{path}: damaged: not JSON; {_REBUILD}") from error
     if not isinstance(config, dict):
         raise EngineFolderError(f"{path}: damaged: not a JSON object; {_REBUILD}")

@@ -1,32 +1,54 @@
-"""Read an engine folder: its config, and its tensors mapped from the file.
+"""Read an engine folder: its config, and its weights mapped from the file. Needs no torch.
 
-This module needs only torch and safetensors, so it runs on a GPU machine without other packages.
+`EngineFolder.tensors` makes tensors of torch from them, for those who need it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors import safe_open
-
+from slipstream.kernels.blocks import BlockMatrix, matrix_of
 from slipstream.weights.engine_config import EngineConfig, EngineFolderError, read_engine_config
-from slipstream.weights.parameters import TensorSlot, engine_layout
-from slipstream.weights.tensor_file import TensorFileError, read_header
+from slipstream.weights.parameters import PLAIN_FORMS, TensorSlot, engine_layout, part_name
+from slipstream.weights.tensor_file import MappedTensor, TensorFileError, map_tensors, read_header
+
+if TYPE_CHECKING:
+    import torch
 
 _REBUILD = "copy the file again, or import the model again"
+
+Weight = MappedTensor | BlockMatrix
 
 
 @dataclass(frozen=True)
 class EngineFolder(EngineConfig):
-    def tensors(self, rank: int = 0) -> dict[str, torch.Tensor]:
-        """Return the tensors of one rank, mapped from its file. They use no private memory."""
-        path = rank_file(self.path, rank)
+    def weights(self, rank: int = 0) -> dict[str, Weight]:
+        """Return the weights of one rank, mapped from its file. They use no private memory."""
         self.check_tensors(rank)
-        with safe_open(path, framework="pt") as file:
-            # `file` is not a dict: it has no iterator
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        found: dict[str, Weight] = dict(map_tensors(rank_file(self.path, rank)))
+        for name, parts in self.quantisation.stored.items():
+            if parts[0].form in PLAIN_FORMS:
+                continue
+            rows = []
+            for index, part in enumerate(parts):
+                tensor = found.pop(part_name(name, index))
+                assert isinstance(tensor, MappedTensor)
+                rows.append((part.form, tensor.array))
+            found[name] = matrix_of(rows)
+        return found
+
+    def tensors(self, rank: int = 0, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Return the weights of one rank as tensors. Blocks are expanded to `dtype`; None: to the
+        type of the engine.
+        """
+        import torch
+
+        from slipstream.weights.torch_tensors import to_tensor
+
+        wanted = dtype or getattr(torch, self.dtype)
+        return {name: to_tensor(weight, wanted) for name, weight in self.weights(rank).items()}
 
     def check_tensors(self, rank: int = 0) -> None:
         """Raise EngineFolderError if a rank's file is cut short, damaged or of another model."""
@@ -40,13 +62,18 @@ class EngineFolder(EngineConfig):
         problem = f"{self.spec.layers} layers, {len(found)} tensors"
         # a damaged layer count could make engine_layout run for ever
         if self.spec.layers <= len(found):
-            problem = _describe_difference(
-                engine_layout(self.spec, self.dtype, self.quantisation), found
-            )
+            problem = self._describe_problem(found)
         if problem:
             raise EngineFolderError(
                 f"{path}: does not fit {self.path / 'config.json'}: {problem}; {_REBUILD}"
             )
+
+    def _describe_problem(self, found: dict[str, TensorSlot]) -> str:
+        try:
+            expected = engine_layout(self.spec, self.dtype, self.quantisation)
+        except ValueError as error:  # its parts are not those of this model
+            return str(error)
+        return _describe_difference(expected, found)
 
 
 def read_engine_folder(path: str | Path) -> EngineFolder:

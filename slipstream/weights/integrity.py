@@ -17,6 +17,11 @@ from slipstream.weights.engine_config import EngineConfig, EngineFolderError
 _PIECE_BYTES = 8 << 20
 
 
+def identify_folder(path: str | Path) -> str:
+    """Return a digest of an engine folder's config.json, which has the digests of the weights."""
+    return hashlib.sha256(Path(path, "config.json").read_bytes()).hexdigest()
+
+
 @contextmanager
 def verify_weights(config: EngineConfig) -> Iterator[None]:
     """Hash the weights in threads while the body runs, and raise at its end if the hash is wrong.

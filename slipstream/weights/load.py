@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,18 @@ from slipstream.engine.loop import EngineLoop, Progress
 from slipstream.engine.ranks.following import Follower
 from slipstream.engine.ranks.orders import Followers
 from slipstream.engine.settings import EngineSettings
-from slipstream.engine.start import BuiltLimits, RankGroup, create_engine, create_follower
+from slipstream.engine.start import (
+    BuiltLimits,
+    RankGroup,
+    create_engine,
+    create_follower,
+    run_dtype,
+)
 from slipstream.kernels.ranks import ALONE, Ranks
+from slipstream.weights.cache.locks import hold
+from slipstream.weights.engine_config import CONFIG_NAME
 from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.home import cpu_code_folder, slipstream_home
 from slipstream.weights.integrity import verify_weights
 from slipstream.weights.lora import read_adapter_folder
 from slipstream.weights.shards import rank_spec, rank_tensors
@@ -37,11 +47,12 @@ def start_engine(
     ranks, followers: with several ranks, this one leads.
     """
     folder = read_engine_folder(path)
+    mark = hold(folder.path / CONFIG_NAME)  # no command removes the folder meanwhile
     group = None if followers is None else RankGroup(ranks, folder.spec, followers)
     with verify_weights(folder):
-        return create_engine(
+        loop = create_engine(
             rank_spec(folder.spec, ranks.size),
-            rank_tensors(folder, ranks.rank, ranks.size),
+            rank_tensors(folder, ranks.rank, ranks.size, run_dtype(settings)),
             settings,
             folder.build.max_seq_len,
             progress,
@@ -51,11 +62,15 @@ def start_engine(
             most_rows=folder.build.chosen("max_batch_size"),
             compiler=compiler,
             group=group,
+            code_folder=cpu_code_folder(slipstream_home()),
         )
+    if mark is not None:
+        loop.on_close = mark.close
+    return loop
 
 
 def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> Follower:
-    """Load one rank's part of an engine folder. The leading rank verifies the files."""
+    """Load one rank's part of an engine folder. The first rank of a machine verifies the files."""
     folder = read_engine_folder(path)
     limits = BuiltLimits(
         folder.build.max_seq_len,
@@ -64,5 +79,6 @@ def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> 
         folder.quantisation.kv_cache == "FP8",
     )
     spec = rank_spec(folder.spec, ranks.size)
-    tensors = rank_tensors(folder, ranks.rank, ranks.size)
-    return create_follower(spec, tensors, settings, limits, ranks)
+    with verify_weights(folder) if ranks.local_rank == 0 else nullcontext():
+        tensors = rank_tensors(folder, ranks.rank, ranks.size, run_dtype(settings))
+        return create_follower(spec, tensors, settings, limits, ranks)

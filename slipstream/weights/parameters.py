@@ -7,10 +7,12 @@ A checkpoint uses the names of `model/spec.py`. An engine uses the same names, w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
+from slipstream.kernels.block_sizes import BLOCK_SIZES
 from slipstream.model.spec import Experts, ModelSpec
 
 Shape = tuple[int, ...]
@@ -29,6 +31,8 @@ ITEM_BYTES = {
     "F8_E5M2": 1,
 }
 DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
+PLAIN_FORMS = frozenset(DTYPE_CODES.values())  # forms of stored rows that are no blocks
 _LINEARS = (
     ".attention.qkv.weight",
     ".attention.dense.weight",
@@ -45,11 +49,19 @@ _EMBEDDING = "transformer.vocab_embedding.weight"
 _HEAD = "lm_head.weight"
 
 
+class StoredRows(NamedTuple):
+    """Consecutive rows of a matrix that keep the form of the model's file."""
+
+    form: str  # a name of BLOCK_SIZES; or one of PLAIN_FORMS, for all rows of the matrix
+    rows: int
+
+
 @dataclass(frozen=True)
 class Quantisation:
     """How the linears and the KV cache are stored. The values of `algorithm`:
 
     None     not quantised
+    "GGUF"   matrices as in the GGUF file, by name in `stored`; vectors in float32
     "W8A16"  int8 with one scale per row
     "W4A16"  int4 with one scale and one offset per group of `group_size` inputs
     "FP8"    e4m3 with one scale per row; activations are e4m3 with one scale per token
@@ -59,9 +71,17 @@ class Quantisation:
     group_size: int = 0
     kv_cache: str | None = None  # "FP8" for e4m3 on devices that support it
     excluded: tuple[str, ...] = ()  # patterns of the linears that are not quantised
+    # parameter → its parts, in order; a fused matrix may have parts of different forms
+    stored: Mapping[str, tuple[StoredRows, ...]] = field(default_factory=dict)
 
     @property
     def bits(self) -> int:
+        """Return the bits of a quantised weight, 0 if nothing is quantised. Of a GGUF file, those
+        of most of its formats: 4, or 8 if all have as many.
+        """
+        if self.algorithm == "GGUF":
+            forms = {part.form for parts in self.stored.values() for part in parts}
+            return 8 if forms & BLOCK_SIZES.keys() <= {"Q8_0"} else 4
         return {None: 0, "W8A16": 8, "W4A16": 4, "FP8": 8}[self.algorithm]
 
 
@@ -84,7 +104,7 @@ class EngineParameter:
     name: str
     parts: tuple[str, ...]
     shape: Shape
-    bits: int  # bits per weight of a quantised linear; 0 if it is not quantised
+    bits: int  # bits per weight of a linear that a build quantises; 0 if it is not quantised
 
 
 def choose_quantisation(
@@ -230,12 +250,14 @@ def engine_parameters(spec: ModelSpec, quantisation: Quantisation) -> list[Engin
 
 def _head_bits(quantisation: Quantisation) -> int:
     """Return the bits of the output head. FP8 leaves the head unquantised, as upstream does."""
-    return 0 if quantisation.algorithm == "FP8" else quantisation.bits
+    return quantisation.bits if quantisation.algorithm in ("W8A16", "W4A16") else 0
 
 
 def _stored_bits(name: str, quantisation: Quantisation) -> int:
     """Return the bits per weight of a parameter, or 0 if it is not quantised."""
     linear = name.removesuffix(".weight")
+    if quantisation.algorithm == "GGUF":
+        return 0
     if any(fnmatchcase(linear, pattern) for pattern in quantisation.excluded):
         return 0
     if name == _HEAD:
@@ -249,13 +271,41 @@ def engine_layout(spec: ModelSpec, dtype: str, quantisation: Quantisation) -> di
     for parameter in engine_parameters(spec, quantisation):
         if parameter.bits:
             layout.update(_quantised_slots(parameter, quantisation))
+        elif parameter.name in quantisation.stored:
+            layout.update(_stored_slots(parameter, quantisation.stored[parameter.name]))
         else:
-            layout[parameter.name] = TensorSlot(DTYPE_CODES[dtype], parameter.shape)
-    return layout
+            vector = len(parameter.shape) == 1
+            code = "F32" if vector and quantisation.algorithm == "GGUF" else DTYPE_CODES[dtype]
+            layout[parameter.name] = TensorSlot(code, parameter.shape)
+    if not quantisation.stored:
+        return layout
+    # Blocks have any number of bytes: tensors of larger items come first, so that all are aligned.
+    return dict(sorted(layout.items(), key=lambda item: -ITEM_BYTES[item[1].dtype]))
 
 
 def scales_name(weight: str) -> str:
     return weight.removesuffix(".weight") + ".scales"
+
+
+def part_name(parameter: str, index: int) -> str:
+    """Return the name of the tensor that holds a part of a stored matrix."""
+    return f"{parameter}.{index}"
+
+
+def _stored_slots(
+    parameter: EngineParameter, parts: tuple[StoredRows, ...]
+) -> dict[str, TensorSlot]:
+    rows, columns = parameter.shape
+    if sum(part.rows for part in parts) != rows:
+        raise ValueError(f"{parameter.name}: its parts {parts} are not {rows} rows")
+    if parts[0].form in PLAIN_FORMS:
+        return {parameter.name: TensorSlot(parts[0].form, parameter.shape)}
+    return {
+        part_name(parameter.name, index): TensorSlot(
+            "U8", (part.rows, BLOCK_SIZES[part.form].row_bytes(columns))
+        )
+        for index, part in enumerate(parts)
+    }
 
 
 def _quantised_slots(

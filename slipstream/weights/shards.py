@@ -8,8 +8,11 @@ process, which has no torch, asks here how many ranks a model allows.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from slipstream.kernels.blocks import BlockMatrix
 from slipstream.model.spec import ModelSpec
 from slipstream.weights.parameters import Quantisation
 from slipstream.weights.rank_split import Part, engine_part
@@ -17,7 +20,7 @@ from slipstream.weights.rank_split import Part, engine_part
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.weights.engine_folder import EngineFolder
+    from slipstream.weights.engine_folder import EngineFolder, Weight
 
 _MOST_NAMED = 64  # ranks that a message names
 
@@ -76,7 +79,7 @@ def _problem(spec: ModelSpec, quantisation: Quantisation, ranks: int) -> str:
     for size in columns:
         if size % ranks:
             return f"it has {size} feed-forward columns"
-    group = quantisation.group_size if quantisation.bits == 4 else 1
+    group = quantisation.group_size or 1
     for size in (spec.q_size, *columns):
         if size // ranks % group:
             return (
@@ -101,38 +104,34 @@ def _split_columns(spec: ModelSpec, ranks: int) -> list[int]:
     return sizes
 
 
-def rank_tensors(folder: EngineFolder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of one rank of a whole engine."""
-    from safetensors import safe_open
-
-    from slipstream.weights.engine_folder import rank_file
+def rank_tensors(
+    folder: EngineFolder, rank: int, ranks: int, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of one rank of a whole engine. dtype: as in `EngineFolder.tensors`"""
+    import torch
 
     if ranks == 1:
-        return folder.tensors()
+        return folder.tensors(dtype=dtype)
     check_ranks(folder.spec, folder.quantisation, ranks)
-    folder.check_tensors()
+    expanded = dtype or getattr(torch, folder.dtype)
     tensors: dict[str, torch.Tensor] = {}
-    with safe_open(rank_file(folder.path, 0), framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  `file` is not a dict: it has no iterator
-            stored = file.get_slice(name)
-            whole = tuple(stored.get_shape())
-            part = engine_part(folder.spec, name, whole, rank, ranks)
-            if part == Part(((0, whole[0]),)):
-                tensors[name] = file.get_tensor(name)
-            else:
-                tensors[name] = _read(stored, part)
+    for name, weight in folder.weights().items():
+        shape = weight.shape if isinstance(weight, BlockMatrix) else weight.array.shape
+        part = engine_part(folder.spec, name, shape, rank, ranks)
+        tensors[name] = _read(weight, part, expanded)
     return tensors
 
 
-def _read(stored: Any, part: Part) -> torch.Tensor:
-    """Return a part of a stored tensor. stored: a slice of safetensors"""
-    import torch
+def _read(weight: Weight, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    """Return a part of a weight. dtype: to expand blocks to, which columns may divide"""
+    from slipstream.weights.torch_tensors import expand, map_tensor
 
-    rows = part.rows
-    if part.columns is None:
-        pieces = [stored[first:last] for first, last in rows]
-    else:
-        columns = slice(*part.columns)
-        pieces = [stored[first:last, columns] for first, last in rows]
-    found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return torch.zeros_like(found) if part.zeros else found
+    if isinstance(weight, BlockMatrix):
+        return expand(weight.take(part.rows), dtype, part.columns)
+    if part == Part(((0, len(weight.array)),)):
+        return map_tensor(weight)
+    pieces = [weight.array[first:last] for first, last in part.rows]
+    if part.columns is not None:
+        pieces = [piece[:, slice(*part.columns)] for piece in pieces]
+    found = np.concatenate(pieces)
+    return map_tensor(weight._replace(array=np.zeros_like(found) if part.zeros else found))

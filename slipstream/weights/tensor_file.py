@@ -1,4 +1,4 @@
-"""Read and check the header of a safetensors file, and write such a file as a stream. No torch.
+"""Read and map a safetensors file, and write such a file as a stream. No torch.
 
 The library's `save_file` needs all tensors in memory at once. The writer here makes the header from
 the shapes alone, then writes and hashes one tensor after another. A file holds:
@@ -12,23 +12,52 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from slipstream.weights.parameters import ITEM_BYTES, TensorSlot
 
 _MAX_HEADER_BYTES = 100_000_000  # limit of the format
+_MAX_TENSORS = 262_144  # of one file; the largest models have fewer in all their files together
 # First bytes of the file that git checks out if git-lfs did not fetch the large file.
 _POINTER_START = b"version "
 # The first tensor starts at a cache line. With usual sizes, so do the others.
 _DATA_ALIGNMENT = 64
 
 
+# numpy has no bfloat16 and no 8-bit floats: their bits are numbers without a sign
+_NUMPY_TYPES = {
+    "F64": "<f8",
+    "I64": "<i8",
+    "F32": "<f4",
+    "I32": "<i4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
+    "F8_E4M3": "u1",
+    "F8_E5M2": "u1",
+}
+
+
 class TensorFileError(ValueError):
     """The file is not a complete safetensors file. The text names the file and what is wrong."""
+
+
+class MappedTensor(NamedTuple):
+    """A tensor of a mapped file."""
+
+    code: str  # the type, as a safetensors code
+    array: np.ndarray  # BF16 as its bits in uint16, 8-bit floats in uint8
 
 
 @dataclass(frozen=True)
@@ -54,15 +83,35 @@ def read_header(path: Path) -> TensorHeader:
             raw = file.read(length)
     except OSError as error:
         raise TensorFileError(f"{path}: cannot be read: {error.strerror}") from error
+    if raw.count(b'"data_offsets"') > _MAX_TENSORS:
+        raise TensorFileError(f"{path}: its header has more than {_MAX_TENSORS} tensors")
     try:
         entries = json.loads(raw)
-    except ValueError as error:  # includes UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
         raise TensorFileError(f"{path}: not a safetensors file: its header is not JSON") from error
     if not isinstance(entries, dict):
         raise TensorFileError(f"{path}: not a safetensors file: its header is not a table")
     entries.pop("__metadata__", None)
     slots = _check_slots(path, entries, file_bytes - 8 - length)
     return TensorHeader(slots, hashlib.sha256(raw).hexdigest(), file_bytes)
+
+
+def map_tensors(path: Path) -> dict[str, MappedTensor]:
+    """Return the tensors of a file, read-only. They use no memory of their own: processes share
+    its pages.
+
+    Raises like `read_header`.
+    """
+    slots = read_header(path).slots
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    offset = len(data) - sum(slot.nbytes for slot in slots.values())
+    tensors = {}
+    for name, slot in slots.items():
+        flat = np.frombuffer(data, _NUMPY_TYPES[slot.dtype], prod(slot.shape), offset)
+        tensors[name] = MappedTensor(slot.dtype, flat.reshape(slot.shape))
+        offset += slot.nbytes
+    return tensors
 
 
 def _check_slots(path: Path, entries: dict[str, Any], data_bytes: int) -> dict[str, TensorSlot]:

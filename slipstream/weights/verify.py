@@ -42,9 +42,8 @@ def trace_engine(path: Path, sequences: Sequence[Sequence[int]]) -> list[Trace]:
     """Run sequences through an engine's weights in float32 on the CPU, and return their traces."""
     folder = read_engine_folder(path)
     longest = max(map(len, sequences))
-    model = Transformer(
-        folder.spec, folder.tensors(), torch.float32, torch.device("cpu"), positions=longest
-    )
+    tensors = folder.tensors(dtype=torch.float32)
+    model = Transformer(folder.spec, tensors, torch.float32, torch.device("cpu"), positions=longest)
     seen: list[torch.Tensor] = []
     for layer in model.layers:
         _record_inputs(layer, seen)

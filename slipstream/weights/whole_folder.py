@@ -26,7 +26,7 @@ def whole_folder(output: Path, marker: str, obsolete: Iterable[str] = ()) -> Ite
         raise NotADirectoryError(f"{output} exists and is not a folder")
     place = output if output.is_dir() else output.parent
     place.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(place)
+    remove_abandoned(place)
     staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=place))
     lock = (staging / _LOCK_NAME).open("wb")
     try:
@@ -63,7 +63,7 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _remove_abandoned(place: Path) -> None:
+def remove_abandoned(place: Path) -> None:
     """Remove staging folders whose writer died. The system released its lock."""
     for folder in place.glob(f"{_STAGING_PREFIX}*"):
         try:

@@ -9,15 +9,20 @@ import pytest
 from command_line import run_cli
 from tiny_hf_folder import save_model
 
-from slipstream.cli import served_model
-from slipstream.cli.import_model import engine_folder, import_model
-from slipstream.cli.served_model import find_model_to_serve, make
+from slipstream.cli.models import served_model
+from slipstream.cli.models.import_model import import_model
+from slipstream.cli.models.served_model import ModelToServe, find_model_to_serve, make
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
 from slipstream.server import lifecycle
 from slipstream.weights.build import build_engine
-from slipstream.weights.engine_config import read_engine_config
+from slipstream.weights.engine_config import EngineConfig
 from slipstream.weights.sources import hub
+
+
+def engine_of(model: ModelToServe) -> EngineConfig:
+    """Return the engine that the repository of a model names."""
+    return read_repository(model.repository).engines["tensorrt_llm"].engine_config
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +79,7 @@ def test_models_of_the_same_name_have_separate_folders(home, monkeypatch):
     monkeypatch.chdir(home / "a")
     ours, theirs = find_model_to_serve("mine"), find_model_to_serve(str(home / "b" / "mine"))
     assert (ours.name, theirs.name) == ("mine", "mine")
-    assert ours.engine != theirs.engine
+    assert ours.source != theirs.source
     assert ours.repository != theirs.repository
     assert find_model_to_serve("./mine") == find_model_to_serve(str(home / "a" / "mine")) == ours
 
@@ -85,32 +90,39 @@ def test_an_engine_is_rebuilt_only_if_its_weights_changed(home, capsys):
     make(model)
     repository = read_repository(model.repository)
     assert set(repository.models) >= {"mine", "ensemble", "tensorrt_llm"}
-    assert repository.engines["tensorrt_llm"].engine_config.path == model.engine
-    built = read_engine_config(model.engine).inputs_hash
+    assert repository.engines["tensorrt_llm"].engine_config.path.parent == home / "home" / "engines"
+    built = engine_of(model)
     config = model.repository / "mine" / "config.pbtxt"
     config.write_text(config.read_text() + "# mine\n")
     capsys.readouterr()
     make(model)
-    assert capsys.readouterr().out == f"[INFO] mine is served from {model.repository}\n", (
-        "nothing was built"
-    )
+    assert capsys.readouterr().out == (
+        f"[INFO] Found existing engine at {built.path}, skipping build.\n"
+        f"[INFO] mine is served from {model.repository}\n"
+    ), "nothing was built"
     shutil.rmtree(home / "mine")
     save_model(home / "mine", num_hidden_layers=1)
     make(model)
-    assert read_engine_config(model.engine).inputs_hash != built
+    assert engine_of(model).inputs_hash != built.inputs_hash
+    assert not built.path.exists(), "nothing uses the former engine"
     assert config.read_text().endswith("# mine\n"), "what somebody changed stays"
 
 
-@pytest.mark.parametrize("text", ["smollm2-135m", "org/mine", "mine"])
-def test_import_never_uses_the_engine_of_a_served_model(home, monkeypatch, text):
-    """Their folder names hold '@', which no name of an import may hold."""
-    monkeypatch.chdir(home)
-    (home / "mine").mkdir()
-    model = find_model_to_serve(text)
-    assert model.engine.parent == engine_folder(model.name).parent
-    assert model.engine != engine_folder(model.name)
-    with pytest.raises(ValueError, match="cannot be a model's name"):
-        import_model(model.engine.name, str(home / "mine"), home / "models")
+def test_an_imported_model_is_served_by_its_name(home):
+    engine = import_model("tiny", str(save_model(home / "mine")), home / "models")
+    model = find_model_to_serve("tiny")
+    assert (model.name, model.engine) == ("tiny", engine)
+    make(model)
+    assert engine_of(model).path == engine
+    newer = import_model(
+        "tiny", str(save_model(home / "other", num_hidden_layers=1)), home / "models"
+    )
+    again = find_model_to_serve("tiny")
+    assert again.repository == model.repository
+    make(again)
+    assert engine_of(again).path == newer
+    quantised = find_model_to_serve("tiny", "int8")
+    assert (quantised.source, quantised.engine) == (str(home / "other"), None)
 
 
 def test_a_local_folder_takes_precedence_over_a_known_name(home, monkeypatch):
@@ -128,11 +140,7 @@ def test_the_repository_follows_engine_dest_path(home, monkeypatch):
             monkeypatch.setenv("ENGINE_DEST_PATH", str(place))
         model = find_model_to_serve(str(home / "mine"))
         make(model)
-        assert model.engine.parent == (place or home / "home" / "engines")
-        assert (
-            read_repository(model.repository).engines["tensorrt_llm"].engine_config.path
-            == model.engine
-        )
+        assert engine_of(model).path.parent == (place or home / "home" / "engines")
 
 
 def test_an_interrupted_build_leaves_no_partial_repository(home, monkeypatch):
@@ -168,35 +176,22 @@ def test_an_empty_repository_is_rewritten_and_a_damaged_one_refused(home):
         make(model)
 
 
-def test_a_repository_written_by_another_process_is_used(home, monkeypatch, capsys):
-    save_model(home / "mine")
-    model = find_model_to_serve(str(home / "mine"))
-
-    def overtaken(repo, *others):
-        write_repository(repo, *others)
-        write_repository(model.repository, *others)
-
-    monkeypatch.setattr(served_model, "write_repository", overtaken)
-    make(model)
-    assert f"{model.repository} was written by another process meanwhile" in capsys.readouterr().out
-    assert "mine" in read_repository(model.repository).models
-    assert [path.name for path in model.repository.parent.iterdir()] == [model.repository.name]
-
-
 def test_an_engine_folder_is_served_without_a_build(home):
     save_model(home / "mine")
-    make(find_model_to_serve(str(home / "mine")))
-    engine = find_model_to_serve(str(home / "mine")).engine
+    model = find_model_to_serve(str(home / "mine"))
+    make(model)
+    engine = engine_of(model).path
     again = find_model_to_serve(str(engine))
     make(again)
-    assert read_repository(again.repository).engines["tensorrt_llm"].engine_config.path == engine
+    assert engine_of(again).path == engine
+    assert again.repository != model.repository
 
 
 @pytest.mark.parametrize("name", ["start", "serve"])
 def test_start_and_serve_use_the_repository_of_the_model(home, served, calls, name):
     result = run_cli([name, "gpt2", "--http-port", "0"])
     assert result.exit_code == 0, result.output
-    assert calls["commands"] == [["-P", "-m", "slipstream.cli.served_model", "gpt2"]]
+    assert calls["commands"] == [["-P", "-m", "slipstream.cli.models.served_model", "gpt2"]]
     assert served[0].repositories == (find_model_to_serve("gpt2").repository,)
     assert served[0].repositories[0].parent == home / "home" / "repositories"
 
@@ -275,15 +270,13 @@ def test_a_model_is_built_with_weight_only_beside_the_plain_one(home, served) ->
     plain = find_model_to_serve(str(source))
     quantised = find_model_to_serve(str(source), "int8")
     assert (quantised.name, quantised.source) == (plain.name, plain.source)
-    assert plain.engine != quantised.engine
     assert plain.repository != quantised.repository
     assert run_cli(["serve", str(source), "--quantization", "int8"]).exit_code == 0
     (options,) = served
     assert options.repositories == (quantised.repository,)
     (engine,) = read_repository(quantised.repository).engines.values()
-    assert engine.engine_config.path == quantised.engine
     assert engine.engine_config.quantisation.algorithm == "W8A16"
-    assert not plain.engine.exists()
+    assert not plain.repository.exists()
 
 
 def test_weight_only_of_what_is_built_is_an_error(home, served, calls) -> None:
@@ -304,4 +297,5 @@ def test_import_takes_the_same_flag(home) -> None:
     assert result.exit_code == 2
     assert "--weight-only and --use_weight_only exclude each other" in result.stderr
     assert run_cli([*words, "--weight-only", "int8"]).exit_code == 0
-    assert read_engine_config(engine_folder("tiny")).quantisation.algorithm == "W8A16"
+    (engine,) = read_repository(home / "models").engines.values()
+    assert engine.engine_config.quantisation.algorithm == "W8A16"

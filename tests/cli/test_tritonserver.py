@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import tritonclient.grpc
+from certificates import NEEDS_OPENSSL, make_certificate
 from span_collector import Collector, attributes_of
 from tiny_server import (
     HERE,
@@ -654,35 +654,11 @@ def test_cache_and_rate_limiter_work_for_a_python_model(
     assert 'nv_cache_num_hits_per_model{model="upper",version="1"} 2' in scraped
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+@NEEDS_OPENSSL
 def test_grpc_flags_enable_tls(
     serve: Callable[..., Tritonserver], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=localhost",
-            "-addext",
-            "subjectAltName=DNS:localhost,IP:127.0.0.1",
-            "-keyout",
-            key,
-            "-out",
-            certificate,
-        ],
-        check=True,
-        capture_output=True,
-    )
+    certificate, key = make_certificate(tmp_path, "server")
     server = serve(
         "--grpc-address=127.0.0.1",
         "--grpc-use-ssl=true",

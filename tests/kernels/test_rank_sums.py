@@ -72,7 +72,7 @@ assert ranks.least(10 - rank) == 8
 try:
     ranks.meet(f"torch {rank}")
 except RanksDiffer as error:
-    assert f"rank {rank} has torch {rank}" in str(error)
+    assert "rank 0 has torch 0, rank 1 has torch 1" in str(error)
 else:
     raise AssertionError("different descriptions were accepted")
 ranks.meet()

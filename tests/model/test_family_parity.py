@@ -3,6 +3,7 @@ several tokens, and of tokens that follow one by one.
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from run_engine import logits_in_steps, logits_of
 from thread_ranks import ThreadRanks, on_ranks
 from tiny_models import VOCABULARY, folder_tensors
 
+from slipstream.engine.cpu.support import unsupported
 from slipstream.kernels.options import KernelOptions
 from slipstream.model.query_key import attention_slopes, check_device
-from slipstream.model.spec import Alibi, ModelSpec
+from slipstream.model.spec import Alibi, ModelSpec, QueryScaling
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.parameters import Quantisation
@@ -77,6 +79,32 @@ def test_two_ranks_compute_the_logits_of_one(name, tmp_path):
 
     for found in on_ranks(2, run):
         assert (found - whole).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"position": "alibi", "alibi": Alibi()},
+        {"attention_chunk": 16},
+        {"embedding_norm": True},
+        {"input_norms": False, "output_norms": True},
+        {"logit_scale": 0.5},
+        {"norm": "layer", "norm_bias": False},
+        {"norm_weights": False},
+        {"norm": "layer", "qk_norm": True},
+        {"qk_norm": True, "qk_norm_kind": "all"},
+        {"qkv_clip": 1.0},
+        {"query_scaling": QueryScaling(0.1, 8)},
+        {"residual_scale": 0.5},
+        {"rotated_layers": (True, False)},
+        {"activation": "relu_squared", "gated_mlp": False},
+    ],
+    ids=str,
+)
+def test_the_compiled_cpu_path_leaves_other_options_to_torch(options):
+    spec = ModelSpec("TinyForCausalLM", VOCABULARY, 64, 2, 4, 2, 16, 96, 128)
+    assert unsupported(spec, "float32", 1, False) == ""
+    assert unsupported(replace(spec, **options), "float32", 1, False) != ""
 
 
 def test_a_norm_over_all_heads_is_not_divided_among_ranks(tmp_path):

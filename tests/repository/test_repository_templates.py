@@ -65,12 +65,50 @@ def test_an_existing_model_is_refused_with_triton_clis_text(tmp_path: Path, engi
     before = {path: path.read_bytes() for path in tmp_path.rglob("config.pbtxt")}
     with pytest.raises(RepositoryExists) as caught:
         write_repository(tmp_path, "llama", engine, engine, 8)
-    assert str(caught.value) == f"Found existing model at {tmp_path}/llama/1, skipping repo add."
-    with pytest.raises(
-        RepositoryExists, match="already holds the ensemble, postprocessing, preproc"
-    ):
+    assert str(caught.value).startswith(
+        f"Found existing model at {tmp_path}/llama/1, skipping repo add. "
+    )
+    (tmp_path / "other-ensemble").mkdir()
+    with pytest.raises(RepositoryExists, match="other-ensemble/1, skipping repo add"):
         write_repository(tmp_path, "other", engine, engine, 8)
     assert {path: path.read_bytes() for path in tmp_path.rglob("config.pbtxt")} == before
+
+
+def test_further_models_have_helpers_of_their_own_name(tmp_path: Path, engine: Path) -> None:
+    other_engine = write_engine_folder(tmp_path / "other engine", max_batch_size=8)
+    write_repository(tmp_path / "repo", "llama", engine, engine, 16)
+    first = {path: path.read_bytes() for path in (tmp_path / "repo").rglob("config.pbtxt")}
+    written = write_repository(tmp_path / "repo", "other", other_engine, other_engine, 8)
+    assert [folder.name for folder in written] == [
+        "other-preprocessing",
+        "other-postprocessing",
+        "other-tensorrt_llm",
+        "other-ensemble",
+        "other",
+    ], "the model that needs the others comes last"
+    assert {path: path.read_bytes() for path in first} == first
+    repository = read_repository(tmp_path / "repo")
+    assert repository.warnings == ()
+    assert {name: one.engine for name, one in repository.pipelines.items()} == {
+        "llama": "tensorrt_llm",
+        "ensemble": "tensorrt_llm",
+        "other": "other-tensorrt_llm",
+        "other-ensemble": "other-tensorrt_llm",
+    }
+    found = {
+        name: (model.engine_config.path, model.tokenizer_folder)
+        for name, model in repository.engines.items()
+    }
+    assert found == {
+        "tensorrt_llm": (engine, engine),
+        "other-tensorrt_llm": (other_engine, other_engine),
+    }
+    steps = repository.models["other-ensemble"].config.ensemble_steps
+    assert [step.model_name for step in steps] == [
+        "other-preprocessing",
+        "other-tensorrt_llm",
+        "other-postprocessing",
+    ]
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "tensorrt_llm", ".hidden", "a b"])

@@ -2,13 +2,12 @@
 
 import asyncio
 import re
-import shutil
-import subprocess
 import threading
 
 import grpc
 import pytest
 import tritonclient.grpc as blocking
+from certificates import NEEDS_OPENSSL, make_certificate
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_stack import (
     ask,
@@ -258,7 +257,7 @@ async def code_of(address, path, **options):
 
 
 async def test_every_call_requires_its_key(engine_folder, tmp_path):
-    shared = create_context(access=Access(api_key="k1", admin_key="k2"))
+    shared = create_context(access=Access(api_key="k1", admin_key="k2", health_needs_key=True))
     async with running(engine_folder, tmp_path, shared) as stack:
         others = [
             "/grpc.health.v1.Health/Check",
@@ -327,31 +326,11 @@ def test_invalid_options_are_refused(options):
         GrpcOptions(**options)
 
 
-def certificate(folder, name, *options):
-    """Write a key and a self-signed certificate for localhost; return their paths."""
-    paths = [folder / f"{name}.key", folder / f"{name}.crt"]
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-    ]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2"]
-    subprocess.run(
-        [*command, "-keyout", paths[0], "-out", paths[1]], check=True, capture_output=True
-    )
-    return paths
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
+@NEEDS_OPENSSL
 @pytest.mark.parametrize(("mutual", "transport"), [(False, "core"), (True, "core"), (True, "aio")])
 async def test_tls(engine_folder, tmp_path, mutual, transport):
-    key, chain = certificate(tmp_path, "server")
-    client_key, client_chain = certificate(tmp_path, "client")
+    chain, key = make_certificate(tmp_path, "server")
+    client_chain, client_key = make_certificate(tmp_path, "client")
     options = GrpcOptions(
         server_key=key,
         server_certificate=chain,
@@ -373,6 +352,9 @@ async def test_tls(engine_folder, tmp_path, mutual, transport):
         if mutual:
             with pytest.raises(grpc.RpcError):
                 await asyncio.to_thread(live, None, None, chain.read_bytes())
+        for old, new in zip((chain, key), make_certificate(tmp_path, "renewed"), strict=True):
+            new.replace(old)
+        assert await asyncio.to_thread(live, *shown, chain.read_bytes()) == b"\x08\x01"
 
 
 @ON_BOTH

@@ -23,22 +23,16 @@ from slipstream.server.services import create_app, create_context
 
 ROUTES = {
     ("GET", "/v2"): 200,
-    ("GET", "/v2/health/live"): 200,
-    ("GET", "/v2/health/ready"): 200,
     ("GET", "/v2/models/m"): 404,
     ("GET", "/v2/models/m/config"): 404,
-    ("GET", "/v2/models/m/ready"): 400,
     ("GET", "/v2/models/m/stats"): 400,
     ("GET", "/v2/models/stats"): 200,
     ("POST", "/v2/models/m/infer"): 404,
     ("POST", "/v2/models/m/generate"): 404,
     ("POST", "/v2/models/m/generate_stream"): 404,
-    ("GET", "/"): 200,
-    ("GET", "/docs"): 200,
     ("GET", "/openapi.json"): 200,
     ("GET", "/v1/models"): 200,
     ("GET", "/v1/models/m"): 404,
-    ("GET", "/health"): 200,
     ("GET", "/health_generate"): 200,
     ("POST", "/v1/chat/completions"): 400,
     ("POST", "/v1/completions"): 400,
@@ -54,14 +48,22 @@ ROUTES = {
     ("POST", "/score"): 400,
     ("POST", "/v1/score"): 400,
     ("POST", "/v1/unknown"): 404,
-    ("GET", "/ping"): 200,
-    ("GET", "/health/ready"): 200,
     ("GET", "/version"): 200,
     ("GET", "/load"): 200,
     ("GET", "/metrics"): 404,
     ("POST", "/tokenize"): 400,
     ("POST", "/detokenize"): 400,
 }
+HEALTH_ROUTES = {
+    ("GET", "/v2/health/live"): 200,
+    ("GET", "/v2/health/ready"): 200,
+    ("GET", "/v2/models/m/ready"): 400,
+    ("GET", "/health"): 200,
+    ("GET", "/ping"): 200,
+    ("POST", "/ping"): 200,
+    ("GET", "/health/ready"): 200,
+}
+PAGES = {("GET", "/"): 200, ("GET", "/docs"): 200}
 ADMIN_ROUTES = {
     ("POST", "/v1/load_lora_adapter"): 400,
     ("POST", "/v1/unload_lora_adapter"): 400,
@@ -101,6 +103,25 @@ def test_every_route_needs_a_key(port: int, route: tuple[str, str]) -> None:
     assert status(port, *route, ["Authorization", "Bearer wrong"]) in (401, 403)
 
 
+@pytest.mark.parametrize(("route", "expected"), {**HEALTH_ROUTES, **PAGES}.items())
+def test_health_probes_and_pages_need_no_key(
+    port: int, route: tuple[str, str], expected: int
+) -> None:
+    assert status(port, *route) == expected
+
+
+def test_health_probes_can_need_the_key() -> None:
+    access = Access(api_key="user-key", health_needs_key=True)
+    context = create_context(access=access)
+    with RunningServer(create_app(ModelRegistry(), ServerState([]), context)) as server:
+        for route, expected in HEALTH_ROUTES.items():
+            assert status(server.port, *route) == 401
+            assert status(server.port, *route, ["X-API-Key", "user-key"]) == expected
+    for protocol in ("http", "grpc"):
+        assert refused(access, "health", protocol) == 401
+        assert refused(Access(api_key="user-key"), "health", protocol) == 0
+
+
 @pytest.mark.parametrize(("route", "expected"), ROUTES.items())
 def test_the_api_key_allows_user_routes(port: int, route: tuple[str, str], expected: int) -> None:
     assert status(port, *route, ["Authorization", "Bearer user-key"]) == expected
@@ -123,19 +144,20 @@ def refused(access: Access, api: str, protocol: str = "http", **headers: str) ->
 
 @pytest.mark.parametrize("api", APIS)
 def test_a_single_key_protects_every_api(api: str) -> None:
-    for access in (Access(api_key="k"), Access(admin_key="k")):
+    for access in (Access(api_key="k", health_needs_key=True), Access("", "k", {}, {}, True)):
         for protocol in ("http", "grpc"):
             assert refused(access, api, protocol) == 401
             assert refused(access, api, protocol, authorization="bearer k") == 0
             assert refused(access, api, protocol, authorization="k") == 401
     assert refused(Access(), api) == 0
-    wrong = refused(Access(api_key="k", admin_key="a"), api, x_api_key="x")
+    access = Access(api_key="k", admin_key="a", health_needs_key=True)
+    wrong = refused(access, api, x_api_key="x")
     assert wrong == (403 if api in ADMIN_APIS else 401)
 
 
 @pytest.mark.parametrize("api", APIS)
 def test_none_of_several_api_keys_allows_control(api: str) -> None:
-    access = Access(api_key="ours\ntheirs")
+    access = Access(api_key="ours\ntheirs", health_needs_key=True)
     for protocol in ("http", "grpc"):
         assert refused(access, api, protocol, x_api_key="ours") == (403 if api in ADMIN_APIS else 0)
         assert refused(access, api, protocol, x_api_key="ours\ntheirs") == (

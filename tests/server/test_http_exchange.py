@@ -83,7 +83,7 @@ async def test_handler_can_end_a_connection() -> None:
     ids=["whole", "chunks"],
 )
 async def test_response_to_head_has_no_body(handler: Handler, framing: bytes) -> None:
-    client = await run_exchange(handler, b"HEAD /x HTTP/1.1\r\n\r\n")
+    client = await run_exchange(handler, b"HEAD /x HTTP/1.1\r\nHost: h\r\n\r\n")
     assert client.transport.data == (
         b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n" + framing + b"\r\n\r\n"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,37 +12,12 @@ from grpc_support import recorded_registry
 from http_support import RunningServer, post
 
 from slipstream.server.http import generate, infer_request
-from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.shared_memory import PLACE, SharedMemory
 from slipstream.server.kserve.triton_json import parse_json
 from slipstream.server.openai import completions
 from slipstream.server.openai.fields import read_fields
 from slipstream.server.services import create_app
 from slipstream.server.text.threads import THREAD_ABOVE_SIZE
-
-
-def test_region_unregistered_while_a_thread_reads_it_is_unknown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory = SharedMemory(allowed=True)
-    name = f"slipstream-test-{os.getpid()}"
-    (PLACE / name).write_bytes(b"data")
-    try:
-        memory.register("region", f"/{name}", 0, 4)
-    finally:
-        (PLACE / name).unlink()
-    assert memory.read("region", 0, 4) == b"data"
-    find = memory._find
-
-    def find_and_unregister(*args: Any) -> Any:
-        region = find(*args)
-        memory.unregister("region")
-        return region
-
-    monkeypatch.setattr(memory, "_find", find_and_unregister)
-    with pytest.raises(InferenceError, match="Unable to find shared memory region: 'region'"):
-        memory.read("region", 0, 4)
 
 
 @pytest.fixture(scope="module")

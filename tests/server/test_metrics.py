@@ -16,6 +16,7 @@ from scripted_engine import ScriptedLoop
 from slipstream.engine.messages import EngineStats
 from slipstream.server.http.server_info import serve_metrics
 from slipstream.server.kserve.errors import Code, InferenceError
+from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import (
     InferRequest,
     InferResponse,
@@ -517,7 +518,7 @@ def without_cpu_metrics(rendered):
 async def test_metrics_port_responds_like_triton():
     metrics = ServerMetrics()
     metrics.model("llm")
-    app = serve_metrics(metrics)
+    app = serve_metrics(metrics, ServerState([]))
     status, kind, body = await call(app, "GET", "/metrics")
     assert (status, kind) == (200, "text/plain; charset=utf-8")
     assert without_cpu_metrics(body) == without_cpu_metrics(metrics.render())
@@ -528,3 +529,14 @@ async def test_metrics_port_responds_like_triton():
         "text/plain",
         '{"error":"Method Not Allowed"}',
     )
+
+
+async def test_the_metrics_port_has_the_health_probes():
+    """Without a key, also where the HTTP port needs one."""
+    state = ServerState([])
+    app = serve_metrics(ServerMetrics(), state)
+    assert await call(app, "GET", "/v2/health/live") == (200, "text/plain", "")
+    assert await call(app, "GET", "/v2/health/ready") == (200, "text/plain", "")
+    state.draining = True
+    assert await call(app, "GET", "/v2/health/live") == (200, "text/plain", "")
+    assert await call(app, "GET", "/v2/health/ready") == (400, "text/plain", "")

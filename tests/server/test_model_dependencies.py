@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import scripted_engine
 from dependent_models import BROKEN, CODE, SCENARIOS, Step, write_repository
+from tiny_server import make_repository
 
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.models import RepositoryModel
@@ -24,6 +27,7 @@ from slipstream.server.kserve.inference import (
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.models.factories import ModelFactory
+from slipstream.server.options import ControlMode
 
 
 class Echo(ServedModel):
@@ -92,6 +96,48 @@ async def test_models_that_serve_after_each_step(repository: Path, name: str) ->
         assert ready == [entry.name for entry in registry]
         reasons = {row["reason"] for row in states.values() if "reason" in row}
         assert reasons <= {"unloaded", "Invalid argument: broken"}
+    await loader.close()
+
+
+def tiny_loader(folder: Path, engine: str, mode: ControlMode) -> ModelLoader:
+    """Return the loader of a repository with a text model, whose engine starts as its name says."""
+    repository = make_repository(folder, engine)
+    command = (sys.executable, str(Path(scripted_engine.__file__)))
+    engines = EnginePool({}, Supervision(), command)
+    return ModelLoader([repository], ModelRegistry(), engines, [], mode)
+
+
+def count_starts(folder: Path, engine: str) -> int:
+    return len((folder / "engines" / engine / "starts").read_text().splitlines())
+
+
+async def test_an_engine_that_fails_is_started_once_for_all_models_that_use_it(
+    tmp_path: Path,
+) -> None:
+    loader = tiny_loader(tmp_path, "bad", "none")
+    reading = loader.read()
+    failed = await loader.load_all(list(reading.repository.models), reading)
+    assert set(failed) == {"tensorrt_llm", "counter", "ensemble"}
+    assert all("this engine folder is bad by order" in reason for reason in failed.values())
+    assert count_starts(tmp_path, "bad") == 1
+    await loader.close()
+
+
+async def test_models_serve_once_an_engine_that_was_killed_while_loading_is_loaded(
+    tmp_path: Path,
+) -> None:
+    loader = tiny_loader(tmp_path, "killed", "explicit")
+    reading = loader.read()
+    failed = await loader.load_all(list(reading.repository.models), reading)
+    assert set(failed) == {"tensorrt_llm", "counter", "ensemble"}
+    assert "killed by SIGKILL" in failed["counter"]
+    assert not loader.models_ready
+    await loader.load("tensorrt_llm")
+    assert {row["state"] for row in loader.index()} == {"READY"}
+    assert loader.models_ready
+    assert count_starts(tmp_path, "killed") == 2
+    for name in failed:
+        await loader.unload(name)
     await loader.close()
 
 

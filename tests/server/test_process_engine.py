@@ -16,6 +16,7 @@ from submit import submit
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.client import EngineClient, EngineStartFailed, Supervision
 from slipstream.server.engine_link.engine import EngineUnavailable
+from slipstream.server.engine_link.link import SILENT_SECONDS, Silence
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.metrics.server_metrics import ServerMetrics
 
@@ -225,7 +226,7 @@ async def test_counters_continue_when_another_process_takes_over(launch):
 async def test_process_with_a_hung_step_prints_its_stack_and_is_replaced(launch, capfd):
     engine = await launch(silence_seconds=1.0)
     last = (await collect(submit(engine, [scripted.HANG], SamplingParams())))[1]
-    assert last.error == "the engine process failed: it sent no message for 1 s while it had work"
+    assert last.error == "the engine process failed: it sent no message for 1 s"
     await until(lambda: engine.ready)
     errors = capfd.readouterr().err
     assert "_obey" in errors  # the stack names the function that hangs
@@ -236,6 +237,54 @@ async def test_stopped_process_is_replaced(launch):
     os.kill(engine.process_id, signal.SIGSTOP)
     assert (await collect(submit(engine, [1], SamplingParams())))[1].finish_reason == "error"
     await until(lambda: engine.ready)
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+async def test_stopped_process_is_not_ready_long_before_it_is_replaced(launch, busy):
+    engine = await launch(silence_seconds=3600.0)
+    running = submit(engine, [1], LONG) if busy else None
+    os.kill(engine.process_id, signal.SIGSTOP)
+    await until(lambda: not engine.ready)
+    assert engine.failure is None
+    os.kill(engine.process_id, signal.SIGCONT)
+    await until(lambda: engine.ready)
+    assert not engine._restarts
+    if running is not None:
+        running.cancel()
+
+
+async def test_process_that_stops_while_idle_is_replaced(launch):
+    engine = await launch(silence_seconds=1.0)
+    first = engine.process_id
+    os.kill(first, signal.SIGSTOP)
+    await until(lambda: engine.ready and engine.process_id != first)
+
+
+def test_silence_is_unusual_after_a_moment_or_twice_the_longest_step():
+    silence = Silence(60.0)
+    silence.count(SILENT_SECONDS, heard=False)
+    assert not silence.unusual
+    silence.count(1.75, heard=False)
+    assert silence.unusual
+    silence.count(0.25, heard=True)  # after three seconds
+    assert not silence.unusual
+    silence.count(5.9, heard=False)
+    assert not silence.unusual
+    silence.count(0.2, heard=False)
+    assert silence.unusual
+    silence.count(20.0, heard=False)
+    silence.count(0.25, heard=True)
+    silence.count(15.1, heard=False)  # never more than a quarter of the time until it is killed
+    assert silence.unusual
+
+
+def test_long_steps_are_forgotten():
+    silence = Silence(60.0)
+    silence.count(7.0, heard=False)
+    for _ in range(4 * 3600):
+        silence.count(0.25, heard=True)
+    silence.count(1.5, heard=False)
+    assert silence.unusual
 
 
 async def test_process_with_slow_steps_is_not_replaced(launch):

@@ -12,13 +12,19 @@ from typing import Any
 from slipstream.server.http.connection import ConnectionLimits
 from slipstream.server.http.exchange import Handler
 from slipstream.server.http.server import HttpServer
+from slipstream.server.kserve.certificates import CertificateFiles
 
 
 class RunningServer:
     """`with RunningServer(app) as server:` serves the app on `server.port` in a thread."""
 
-    def __init__(self, app: Handler, limits: ConnectionLimits | None = None) -> None:
-        self._server = HttpServer(app, limits)
+    def __init__(
+        self,
+        app: Handler,
+        limits: ConnectionLimits | None = None,
+        certificate: CertificateFiles | None = None,
+    ) -> None:
+        self._server = HttpServer(app, limits, certificate)
         self._stop = asyncio.Event()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)

@@ -53,8 +53,17 @@ def limit_cache(repository: Path, tokens: int = CACHE_TOKENS) -> None:
 
 
 class RealServer:
-    def __init__(self, repository: Path, folder: Path, *command: str) -> None:
-        """Start the server. `command` replaces `slipstream start`; port flags are appended to it."""
+    def __init__(
+        self,
+        repository: Path,
+        folder: Path,
+        *command: str,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the server. `command` replaces `slipstream start`; port flags are appended to it.
+
+        variables: for its environment
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "server.log"
         # in float32 an answer does not depend on the other rows of its batch
@@ -72,6 +81,7 @@ class RealServer:
             "PYTHONPATH": str(ROOT),
             "SLIPSTREAM_HOME": str(folder / "home"),
             "PYTHONUNBUFFERED": "1",
+            **(variables or {}),
         }
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(

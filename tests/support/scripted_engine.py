@@ -139,13 +139,20 @@ def start_scripted(
 ) -> ScriptedLoop:
     """Start the engine as the name of its folder says.
 
-    `bad…` is refused, `slow…` never becomes ready, and `once…` starts only the first time.
+    `bad…` is refused, `slow…` never becomes ready, `once…` starts only the first time, and `killed…`
+    is killed the first time. Each start adds a line to the file `starts`.
     """
+    starts = Path(engine_folder, "starts")
+    if starts.parent.is_dir():
+        with starts.open("a") as file:
+            file.write("start\n")
     name = Path(engine_folder).name
     if name.startswith("bad"):
         raise ValueError("this engine folder is bad by order")
     if name.startswith("slow"):
         time.sleep(3600)
+    if name.startswith("killed") and starts.read_text() == "start\n":
+        os.kill(os.getpid(), signal.SIGKILL)
     if name.startswith("once"):
         Path(engine_folder).touch(exist_ok=False)
     return ScriptedLoop()

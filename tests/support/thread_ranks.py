@@ -19,6 +19,8 @@ class ThreadRanks:
     def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
         self.rank = rank
         self.size = len(shared)
+        self.local_rank = self.rank
+        self.local_size = self.size
         self.sums = 0
         self._shared = shared
         self._barrier = barrier

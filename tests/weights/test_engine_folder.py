@@ -127,8 +127,8 @@ def test_a_gpu_child_folder_is_found_and_a_missing_one_ignored(
     ("change", "message"),
     [
         (
-            lambda config: config["slipstream"].update(format=2),
-            "engine format 2, this release reads 1; upgrade",
+            lambda config: config["slipstream"].update(format=3),
+            "engine format 3, this release reads 1 and 2; upgrade",
         ),
         (lambda config: config.pop("slipstream"), "compiled by TensorRT-LLM"),
         (lambda config: config.pop("generation"), "damaged: lacks 'generation'"),
@@ -160,6 +160,7 @@ def test_an_unusable_config_is_refused_in_one_line(engine: Path, change: Any, me
     ("content", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 50_000, "not JSON"),
         ("[]", "not a JSON object"),
         ('{"architectures": ["X"]}', "Hugging Face model"),
         ('{"architecture": "X"}', "a checkpoint"),

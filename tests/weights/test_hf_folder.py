@@ -168,9 +168,11 @@ def test_quantised_weights_are_refused(save_model: SaveModel) -> None:
     folder, _ = save_model("llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
+        json.dumps({**config, "quantization_config": {"quant_method": "hqq"}})
     )
-    with pytest.raises(SourceError, match=r"quantised \(gptq\)"):
+    with pytest.raises(
+        SourceError, match=r"quantised \(hqq\), which is not read.*--use_weight_only"
+    ):
         open_source(str(folder))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from command_line import run_cli
 
-from slipstream.cli.list_models import tree_text
-from slipstream.weights.engine_config import read_engine_config
+from slipstream.cli.models.list_models import tree_text
+from slipstream.weights.engine_config import EngineConfig, read_engine_config
 from slipstream.weights.parameters import Quantisation
 
 SaveModel = Callable[..., tuple[Path, Any]]
@@ -31,6 +31,12 @@ TREE = """models/
     ├── 1/
     └── config.pbtxt
 """
+
+
+def only_engine(folder: Path) -> EngineConfig:
+    """Return the one engine of a cache."""
+    (engine,) = folder.iterdir()
+    return read_engine_config(engine)
 
 
 @pytest.fixture
@@ -55,13 +61,13 @@ def test_import_builds_the_engine_and_writes_the_repository(
         f"{listed}triton - INFO - Serve it with: triton start --repo {tmp_path / 'models'}\n"
     )
     assert re.search(r"triton - INFO - weights: 100%, 0\.\d MB of 0\.\d MB\n", result.stdout)
-    engine = tmp_path / "home" / "engines" / "tiny"
-    assert read_engine_config(engine).spec.layers == 2
-    assert str(engine) in (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text()
+    engine = only_engine(tmp_path / "home" / "engines")
+    assert engine.spec.layers == 2
+    assert str(engine.path) in (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text()
     assert run("list").stdout == listed
-    plain = run_cli(["list", "--repo", str(tmp_path / "models")], program="slipstream")
+    plain = run_cli(["list", "--tree", "--repo", str(tmp_path / "models")], program="slipstream")
     assert plain.stdout == f"[INFO] Current repo at {tmp_path / 'models'}:\n{TREE}\n"
-    missing = run_cli(["list", "--repo", str(tmp_path / "none")], program="slipstream")
+    missing = run_cli(["list", "--tree", "--repo", str(tmp_path / "none")], program="slipstream")
     assert missing.stderr == f"error: No model repository exists at {tmp_path / 'none'}\n"
 
 
@@ -83,26 +89,27 @@ def test_import_uses_the_given_folder_type_and_quantisation(
         "int4",
     )
     assert result.exit_code == 0, result.output
-    config = read_engine_config(tmp_path / "engines" / "tiny")
+    config = only_engine(tmp_path / "engines")
     assert (config.dtype, config.quantisation) == ("float16", Quantisation("W4A16", 32))
 
 
-def test_a_second_import_reuses_the_engine(
+def test_the_same_import_again_changes_nothing(
     save_model: SaveModel, tmp_path: Path, run: Callable[..., Any]
 ) -> None:
     folder, _ = save_model("llama")
     run("import", "-m", "tiny", "-s", folder)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     again = run("import", "-m", "tiny", "-s", folder)
-    assert (again.exit_code, again.stdout) == (1, "")
-    assert again.stderr.startswith(
-        f"triton - ERROR - Found existing model at {tmp_path / 'models' / 'tiny'}"
+    assert (again.exit_code, again.stderr) == (0, "")
+    engine = only_engine(tmp_path / "home" / "engines").path
+    assert again.stdout.startswith(
+        f"triton - INFO - Found existing engine at {engine}, skipping build.\n"
+        f"triton - INFO - tiny is up to date in {tmp_path / 'models'}: there is nothing to do\n"
     )
-    assert run("remove", "-m", "all").exit_code == 0
-    third = run("import", "-m", "tiny", "-s", folder)
-    assert third.exit_code == 0
-    assert third.stdout.startswith(
-        f"triton - WARNING - Found existing engine(s) at {tmp_path / 'home'}"
-    )
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert {name: time for name, time in after.items() if name.suffix != ".lock"} == {
+        name: time for name, time in before.items() if name.suffix != ".lock"
+    }
 
 
 @pytest.mark.parametrize(
@@ -155,7 +162,7 @@ def test_an_interrupted_import_leaves_nothing_half_written(
     if place.startswith("slipstream.weights"):
         assert list(engines.glob("*")) == []
     else:
-        assert read_engine_config(engines / "tiny").spec.layers == 2
+        assert only_engine(engines).spec.layers == 2
 
 
 def test_remove_deletes_one_model_or_all(
@@ -169,8 +176,7 @@ def test_remove_deletes_one_model_or_all(
     (models / "other" / "config.pbtxt").touch()
     one = run("remove", "-m", "tiny")
     assert one.stdout.startswith(f"triton - INFO - Removing model tiny at {models / 'tiny'}\n")
-    assert not (models / "tiny").exists()
-    assert (models / "tensorrt_llm").exists()  # other models may use it
+    assert sorted(path.name for path in models.iterdir()) == ["notes", "other"]
     assert run("remove", "-m", "all").exit_code == 0
     assert [path.name for path in models.iterdir()] == ["notes"]  # not a model
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from rank_models import FAMILIES, FORMATS, VOCABULARY, build_rank_engine, save_rank_model
 from run_engine import logits_of
-from safetensors import safe_open
 from thread_ranks import ThreadRanks, on_ranks
 
 from slipstream.model.spec import Experts, ModelSpec
@@ -119,37 +118,6 @@ def test_two_ranks_compute_the_logits_of_one(engine_of, family, weight_only):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-4)
     per_layer = 1 if folder.spec.parallel_residual else 2
     assert first[1] == per_layer * folder.spec.layers * len(tokens)
-
-
-def test_a_rank_reads_only_its_part_of_a_divided_tensor(engine_of, monkeypatch):
-    folder = engine_of("llama", "int4")
-    whole: list[str] = []
-
-    class Recorded:
-        def __init__(self, *arguments, **options):
-            self._file = safe_open(*arguments, **options)
-
-        def __enter__(self):
-            self._opened = self._file.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            return self._file.__exit__(*error)
-
-        def keys(self):
-            return self._opened.keys()
-
-        def get_slice(self, name):
-            return self._opened.get_slice(name)
-
-        def get_tensor(self, name):
-            whole.append(name)
-            return self._opened.get_tensor(name)
-
-    monkeypatch.setattr("safetensors.safe_open", Recorded)
-    rank_tensors(folder, 1, 2)
-    assert whole
-    assert all("norm" in name or "ln_f" in name or "vocab_embedding" in name for name in whole)
 
 
 def test_a_tied_head_is_a_view_of_the_embedding(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""`slipstream run`: the old run.py. Completes prompts with an engine, without a server."""
+"""The old run.py, also as `slipstream run` with its flags. Completes prompts without a server."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _EARLY_STOPPING: dict[int, Any] = {0: False, 1: True, 2: "never"}
 
 
 def create_parser() -> Parser:
-    parser = Parser("slipstream run", "Complete prompts with an engine, without a server.")
+    parser = Parser("run.py", "Complete prompts with an engine, without a server.")
     parser.add_argument(
         "--max_output_len",
         type=int,

@@ -9,8 +9,9 @@ import signal
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.arguments import CommandError, frontend_count
 from slipstream.cli.compat.tritonserver_flags import (
@@ -25,6 +26,7 @@ from slipstream.cli.compat.tritonserver_settings import (
     response_cache_bytes,
     trace_settings,
 )
+from slipstream.cli.keys import origin, read_access, read_certificate
 from slipstream.cli.log import log
 from slipstream.server.engine_link.launched import Launched, find_launch
 from slipstream.server.log.capture import capture_output
@@ -32,6 +34,9 @@ from slipstream.server.log.formats import FORMATS
 from slipstream.server.log.output import HANDLER, configure_log
 from slipstream.version import VERSION
 from slipstream.weights.home import expand_home
+
+if TYPE_CHECKING:
+    from slipstream.server.engine_link.cluster.leader import ClusterOptions
 
 logger = logging.getLogger("slipstream.cli.compat.tritonserver")
 
@@ -91,10 +96,11 @@ def _run(given: FlagValues) -> int:
     configure_log(format=given["log-format"])
     _check(given)
     launched = find_launch()
+    cluster = _cluster_options(given, launched)
     if launched.rank != 0:
-        return wait_for_signal(launched)
+        return wait_for_signal(launched) if cluster is None else _run_host(given, cluster)
     with capture_output():
-        return _serve(given, launched)
+        return _serve(given, launched, cluster)
 
 
 def name_process() -> None:
@@ -130,10 +136,36 @@ def _check(given: FlagValues) -> None:
             raise FlagError(f"--{flag} is not supported: this server has no {what}")
 
 
-def _serve(given: FlagValues, launched: Launched) -> int:
+def _cluster_options(given: FlagValues, launched: Launched) -> ClusterOptions | None:
+    """Return how to reach processes on other machines; None: they are not needed."""
+    ranks = given["ranks"]
+    if not launched.elsewhere or (ranks is not None and ranks <= launched.local_size):
+        return None
+    from slipstream.server.engine_link.cluster.address import leader_address
+    from slipstream.server.engine_link.cluster.key import read_cluster_key
+    from slipstream.server.engine_link.cluster.leader import ClusterOptions
+
+    try:
+        key = read_cluster_key(given["cluster-key"])
+        return ClusterOptions(launched, leader_address(launched), key, given["rank-wait-secs"])
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+
+
+def _run_host(given: FlagValues, cluster: ClusterOptions) -> int:
+    """Start ranks for rank 0 on this machine, until it ends."""
+    from slipstream.server.engine_link.cluster.host import RankHost
+    from slipstream.server.engine_link.cluster.live_probe import answer_live_probe
+
+    if cluster.launched.launcher == "LeaderWorkerSet" and given["allow-http"]:
+        answer_live_probe(given["http-address"], given["http-port"])
+    return RankHost(cluster).run()
+
+
+def _serve(given: FlagValues, launched: Launched, cluster: ClusterOptions | None) -> int:
     from slipstream.server.lifecycle import ModelsFailed, StartFailed, run_server
 
-    options = server_options(given, launched)
+    options = replace(server_options(given, launched), cluster=cluster)
     try:
         configure_log(
             file=given["log-file"],
@@ -149,13 +181,14 @@ def _serve(given: FlagValues, launched: Launched) -> int:
     if given.ignored:
         names = ", ".join(f"--{name}" for name in given.ignored)
         logger.info("accepted for compatibility, without effect: %s", names)
-    if launched.elsewhere > 0:
+    if launched.elsewhere > 0 and cluster is None:
         logger.warning(
-            "%s started %d of %d ranks on other machines, which are not used: the ranks of an "
-            "engine run on one machine",
+            "%s started %d of %d processes on other machines, which are not used: --ranks=%d fits "
+            "on this one",
             launched.launcher,
             launched.elsewhere,
             launched.size,
+            given["ranks"],
         )
     try:
         return run_server(options)
@@ -196,6 +229,11 @@ def server_options(given: FlagValues, launched: Launched = Launched()) -> Any:
         complete_config=not (given["disable-auto-complete-config"] or given["strict-model-config"]),
         allow_client_shared_memory=given["allow-client-shm"],
         access=_access(given),
+        allowed_hosts=tuple(name.lower() for name in given["allowed-host"]),
+        cors_origins=_origins(given["cors-origin"]),
+        http_certificate=read_certificate(
+            _file(given["ssl-certfile"]), _file(given["ssl-keyfile"])
+        ),
         http_max_input_bytes=given["http-max-input-size"],
         http_forwarded_headers=_pattern(given, "http-header-forward-pattern"),
         grpc_forwarded_headers=_pattern(given, "grpc-header-forward-pattern"),
@@ -236,14 +274,20 @@ def _repositories(given: FlagValues) -> tuple[Path, ...]:
 
 
 def _access(given: FlagValues) -> Any:
-    from slipstream.cli.keys import read_access
-
     return read_access(
         _file(given["api-key"]),
         _file(given["admin-key"]),
         _restrictions(given, "http-restricted-api"),
         _restrictions(given, "grpc-restricted-protocol"),
+        given["health-needs-key"],
     )
+
+
+def _origins(texts: Sequence[str]) -> tuple[str, ...]:
+    try:
+        return tuple(map(origin, texts))
+    except ArgumentTypeError as error:
+        raise FlagError(f"--cors-origin: {error}") from error
 
 
 def _file(value: str) -> Path | None:

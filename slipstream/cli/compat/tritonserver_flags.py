@@ -13,6 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from slipstream.cli.arguments import FRONTENDS_HELP, RANKS_HELP, REPLICAS_HELP, Parser
+from slipstream.cli.keys import (
+    ALLOWED_HOST_HELP,
+    CERTIFICATE_HELP,
+    CERTIFICATE_KEY_HELP,
+    CORS_ORIGIN_HELP,
+)
 
 Kind = Literal["text", "integer", "number", "boolean"]
 _TRUE = ("true", "1", "on", "yes")
@@ -80,6 +86,12 @@ _GENERAL = {
     "frontends": _text("auto", f"{FRONTENDS_HELP}."),
     "replicas": Flag("integer", None, f"{REPLICAS_HELP}."),
     "ranks": Flag("integer", None, f"{RANKS_HELP}."),
+    "cluster-key": _text(
+        "", "File of the key that the ranks on several machines share, with mode 0600."
+    ),
+    "rank-wait-secs": Flag(
+        "number", 300.0, "Seconds to wait for the ranks on other machines at the start."
+    ),
 }
 _HTTP = {
     "allow-http": _boolean(True, "Serve HTTP."),
@@ -90,6 +102,10 @@ _HTTP = {
         "", "Regular expression of HTTP headers to forward as request parameters."
     ),
     "http-restricted-api": _texts("Require a header for APIs over HTTP: <apis>:<key>=<value>"),
+    "ssl-certfile": _text("", CERTIFICATE_HELP),
+    "ssl-keyfile": _text("", CERTIFICATE_KEY_HELP),
+    "cors-origin": _texts(CORS_ORIGIN_HELP),
+    "allowed-host": _texts(ALLOWED_HOST_HELP),
 }
 _GRPC = {
     "allow-grpc": _boolean(True, "Serve gRPC."),
@@ -161,6 +177,7 @@ _METRICS_AND_LOG = {
 _ACCESS_AND_LIMITS = {
     "api-key": _text("", "File of the accepted API keys, one per line (default: no keys)."),
     "admin-key": _text("", "File of the key for loading models and changing settings."),
+    "health-needs-key": _boolean(False, "Require the key for health probes, too."),
     "allow-client-shm": _boolean(False, "Allow clients to register shared memory."),
     "cache-config": _texts("Response cache setting: local,size=<bytes>"),
     "response-cache-byte-size": _integer(0, "Older form of --cache-config local,size=."),

@@ -12,8 +12,8 @@ from slipstream.cli.arguments import Parser
 from slipstream.cli.doctor.machine import ask_torch, disks, gpus, processor, system, versions
 from slipstream.cli.doctor.ports import ports
 from slipstream.cli.doctor.report import Finding, Report, Section, hide_in_variable, hider, is_proxy
-from slipstream.cli.list_models import DEFAULT_REPOSITORY
 from slipstream.repository.check import check_repository
+from slipstream.repository.known import DEFAULT_REPOSITORY
 from slipstream.server.engine_link.launched import LAUNCHERS, RANK_VARIABLES, find_launch
 from slipstream.weights.home import expand_home
 

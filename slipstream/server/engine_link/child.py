@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,10 @@ import msgspec
 import slipstream
 from slipstream.engine.messages import DropFrontEnd
 from slipstream.engine.settings import EngineSettings
+from slipstream.server.engine_link.cluster.engine_ranks import EngineRanks
+from slipstream.server.engine_link.cluster.key import CLUSTER_KEY_VARIABLE
+from slipstream.server.engine_link.cluster.leader import RankHosts
+from slipstream.server.engine_link.cluster.remote import RemoteRank
 from slipstream.server.engine_link.link import (
     EXIT_WITH_REASON,
     EngineFailed,
@@ -29,6 +33,7 @@ from slipstream.server.engine_link.link import (
     RankFiles,
     ServerEnd,
     StartOrder,
+    describe_exit,
     new_socket_path,
     remove_socket,
 )
@@ -50,8 +55,14 @@ _REAP_SECONDS = 5.0  # longest wait for the end of a killed process
 class RankProcess:
     """One process of an engine."""
 
-    def __init__(self, command: Sequence[str], order: StartOrder, name: str = "") -> None:
-        """`name`: name of the engine model in the log."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        order: StartOrder,
+        name: str = "",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`name`: name of the engine model in the log. `variables`: for its environment."""
         # On a terminal the process shows a progress bar itself. Elsewhere its output is captured
         # and logged.
         log = HANDLER.settings
@@ -59,12 +70,15 @@ class RankProcess:
         place = order.place
         # the rank in messages; empty if it is the only one
         self.label = "" if place is None else f"rank {place.rank}: "
+        self.reason = ""  # why it ended comes over its link
+        listener = None if place is None or place.local is None else place.local.listener
         self._process = subprocess.Popen(
             [*command, msgspec.json.encode(order).decode()],
             stdin=subprocess.DEVNULL,
             stdout=None if terminal else subprocess.PIPE,
             stderr=None if terminal else subprocess.STDOUT,
-            env=child_environment(),
+            env=child_environment() | dict(variables or {}),
+            pass_fds=() if listener is None else (listener,),
             start_new_session=True,  # Ctrl-C in the terminal must reach only the server
         )
         self._relay: Relay | None = None
@@ -93,8 +107,11 @@ class RankProcess:
         self.finish_output()  # the last lines of the process come before what the exit causes
         return code
 
-    def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)  # does nothing once the process has been waited for
+    def show_stacks(self) -> None:
+        """Have the process write the stacks of its threads, even if it is stopped or hangs."""
+        # These do nothing once the process has been waited for.
+        self._process.send_signal(signal.SIGUSR1)
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()
@@ -123,39 +140,72 @@ class EngineChild:
         settings: EngineSettings,
         name: str = "",
         frontends: int = 1,
+        hosts: RankHosts | None = None,
     ) -> None:
-        """`name`: name of the engine model in the log. `frontends`: processes of the server."""
+        """name: name of the engine model in the log
+        frontends: processes of the server
+        hosts: of the ranks on other machines; None: all ranks are on this one
+        """
         ranks = settings.ranks or 1
         self.link = ServerEnd()
         # one socket per front end; this one, the primary, has the first
         self._paths = [self.link.path, *(new_socket_path() for _ in range(frontends - 1))]
-        # a link to each following rank, for the reason of its exit
-        self._follower_links = [ServerEnd() for _ in range(1, ranks)]
-        self._rank_files = RankFiles(ranks) if ranks > 1 else None
-        self._processes: list[RankProcess] = []
+        # a link to each following rank on this machine, for the reason of its exit
+        self._follower_links: list[ServerEnd] = []
+        self._places: RankFiles | EngineRanks | None = None
+        self._local: list[RankProcess] = []  # rank 0 first
+        self._remote: list[RemoteRank] = []
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._reported = False  # the first exit has been noticed
         try:
-            for rank in range(ranks):
-                sockets = [str(path) for path in self._paths]
-                if rank > 0:
-                    sockets = [str(self._follower_links[rank - 1].path)]
-                place = None if self._rank_files is None else self._rank_files.place(rank)
-                order = StartOrder(sockets, engine_folder, settings.to_json(), os.getpid(), place)
-                self._processes.append(RankProcess(command, order, name))
-        except OSError:
+            if hosts is not None:
+                self._places = EngineRanks(hosts, engine_folder, settings)
+            elif ranks > 1:
+                self._places = RankFiles(ranks)
+            self._start(command, engine_folder, settings, name)
+        except (OSError, ValueError):
             self.kill()
             self._close_links()
             raise
 
+    def _start(
+        self, command: Sequence[str], engine_folder: str, settings: EngineSettings, name: str
+    ) -> None:
+        """Start the ranks on this machine, and have their hosts start the others."""
+        places = self._places
+        for rank in range(settings.ranks or 1):
+            if isinstance(places, EngineRanks) and places.is_remote(rank):
+                self._remote.append(places.start_remote(rank))
+                continue
+            sockets = [str(path) for path in self._paths]
+            if rank > 0:
+                self._follower_links.append(ServerEnd())
+                sockets = [str(self._follower_links[-1].path)]
+            place = None if places is None else places.place(rank)
+            order = StartOrder(sockets, engine_folder, settings.to_json(), os.getpid(), place)
+            variables = places.variables if isinstance(places, EngineRanks) else None
+            self._local.append(RankProcess(command, order, name, variables))
+        if isinstance(places, EngineRanks):
+            places.remove()
+
     @property
     def process_id(self) -> int:
         """The process of rank 0."""
-        return self._processes[0].process_id
+        return self._local[0].process_id
 
     @property
     def process_ids(self) -> list[int]:
-        return [process.process_id for process in self._processes]
+        """The processes on this machine."""
+        return [process.process_id for process in self._local]
+
+    @property
+    def awaits_hosts(self) -> bool:
+        """Whether ranks on other machines cannot be started yet."""
+        return any(rank.awaited for rank in self._remote)
+
+    @property
+    def _ranks(self) -> list[RankProcess | RemoteRank]:
+        return [*self._local, *self._remote]
 
     def link_path(self, index: int) -> str:
         """Return the path of the socket that this front end binds."""
@@ -172,8 +222,8 @@ class EngineChild:
         self.link.unlink_socket()
         for link in self._follower_links:
             link.unlink_socket()
-        if self._rank_files is not None:
-            self._rank_files.remove()
+        if self._places is not None:
+            self._places.remove()
 
     def attach(
         self,
@@ -189,46 +239,49 @@ class EngineChild:
         self.link.attach(on_message)
         for rank, link in enumerate(self._follower_links, start=1):
             link.attach(partial(_name_rank, rank, on_message))
-        links = [self.link, *self._follower_links]
-        for process, link in zip(self._processes, links, strict=True):
+        links = [self.link, *self._follower_links, *(None for _ in self._remote)]
+        for rank_process, own_link in zip(self._ranks, links, strict=True):
             threading.Thread(
-                target=self._wait_for_exit, args=(process, link, on_exit, has_reason), daemon=True
+                target=self._wait_for_exit,
+                args=(rank_process, own_link, on_message, on_exit, has_reason),
+                daemon=True,
             ).start()
 
     async def wait(self, seconds: float) -> bool:
         """Return whether all processes end within this time."""
         for _ in range(max(1, round(seconds / 0.01))):
-            if all(process.ended for process in self._processes):
+            if all(rank.ended for rank in self._ranks):
                 return True
             await asyncio.sleep(0.01)
         return False
 
-    def signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            process.signal(number)
+    def show_stacks(self) -> None:
+        for rank in self._ranks:
+            rank.show_stacks()
 
     def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
+        for rank in self._ranks:
+            rank.kill()
 
     def close(self) -> None:
         """Close the links and reap the processes."""
         self._close_links()
-        for process in self._processes:
-            process.reap()
+        for rank in self._ranks:
+            rank.reap()
 
     def _close_links(self) -> None:
         for link in (self.link, *self._follower_links):
             link.close()
         for path in self._paths:
             remove_socket(path)
-        if self._rank_files is not None:
-            self._rank_files.remove()
+        if self._places is not None:
+            self._places.remove()
 
     def _wait_for_exit(
         self,
-        process: RankProcess,
-        link: ServerEnd,
+        process: RankProcess | RemoteRank,
+        link: ServerEnd | None,
+        on_message: Callable[[FromEngine], None],
         on_exit: Callable[[str], None],
         has_reason: Callable[[], bool],
     ) -> None:
@@ -237,7 +290,10 @@ class EngineChild:
 
         def report(patience: float) -> None:
             """Report the exit once all that was sent before it is read: outputs and the reason."""
-            link.receive_waiting()
+            if link is not None:
+                link.receive_waiting()
+            if process.reason:
+                on_message(EngineFailed(f"{process.label}{process.reason}"))
             if code == EXIT_WITH_REASON and not has_reason() and patience > 0:
                 assert self._event_loop is not None
                 self._event_loop.call_later(0.02, report, patience - 0.02)
@@ -263,15 +319,6 @@ def _name_rank(rank: int, on_message: Callable[[FromEngine], None], message: Fro
         on_message(EngineFailed(f"rank {rank}: {message.reason}"))
 
 
-def describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
-
-
 def child_environment() -> dict[str, str]:
     """Return the environment of a Python process that is started with -P.
 
@@ -280,7 +327,7 @@ def child_environment() -> dict[str, str]:
     # Weights in huge pages: each decode step streams through all of them, and small pages make it
     # a fifth slower.
     environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | dict(os.environ)
-    for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE):
+    for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, CLUSTER_KEY_VARIABLE):
         # keys of the server, which the code of a model must not see
         environment.pop(variable, None)
     root = Path(slipstream.__file__).resolve().parents[1]

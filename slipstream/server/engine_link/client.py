@@ -7,9 +7,9 @@ dies and restarts it.
     async for output in engine.submit(GenerateRequest(UNASSIGNED, prompt, sampling)): ...
 
 When the process dies, its requests fail at once with the reason, and it is restarted a limited
-number of times; then `wait_failed` returns and the server exits. A process that has work and sends
-no message for too long must write its stacks, is killed, and counts as dead. This module does not
-import torch.
+number of times; then `wait_failed` returns and the server exits. The process sends messages also
+while it has no work. One that is silent for a moment is not ready. One that is silent for too long
+must write its stacks, is killed, and counts as dead. This module does not import torch.
 
 A server of several processes has this client in its primary one. The others use a `LinkedEngine`,
 at the path that `link_path` returns.
@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,24 +28,29 @@ from pathlib import Path
 
 from slipstream.engine.messages import (
     FRONTEND_SHIFT,
+    RECENT_STEPS,
     Cancel,
     EngineInfo,
     EngineStats,
     Shutdown,
     StatsPeriod,
     StepOutputs,
+    StepRecord,
 )
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
+from slipstream.server.engine_link.cluster.leader import RankHosts
 from slipstream.server.engine_link.engine import Engine, EngineUnavailable
-from slipstream.server.engine_link.link import EngineFailed, FromEngine, ServerEnd
+from slipstream.server.engine_link.link import EngineFailed, FromEngine, ServerEnd, Silence
 from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
 from slipstream.server.engine_link.past_totals import PastTotals
 from slipstream.server.engine_link.serve import STATS_SECONDS
 from slipstream.server.log.output import HANDLER
 
 logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25  # interval at which silence is counted
 
 
 class EngineStartFailed(Exception):
@@ -59,7 +63,7 @@ class Supervision:
 
     restarts: int = 3  # restarts allowed within the window
     window_seconds: float = 600.0
-    silence_seconds: float = 60.0  # longest time without a message while there is work
+    silence_seconds: float = 60.0  # longest time without a message
     start_seconds: float = 300.0  # longest time from the start of the process until it serves
 
 
@@ -145,10 +149,12 @@ class EngineClient:
         name: str = "",
         frontends: int = 1,
         ids: Iterator[int] | None = None,
+        hosts: RankHosts | None = None,
     ) -> None:
         """name: name of the engine model in the log
         frontends: processes of the server
         ids: ids of requests, which replicas share; None: those of one engine
+        hosts: of its ranks on other machines; None: all ranks are on this one
         """
         self.info: EngineInfo | None = None
         self.on_stats: Callable[[], None] | None = None
@@ -158,6 +164,7 @@ class EngineClient:
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._verbose = False  # the process sends its statistics after each step
         self._process_stats = EngineStats()  # latest statistics of the current process
+        self.last_steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self._past = PastTotals()
         self._engine_folder = str(engine_folder)
         self._settings = settings
@@ -167,12 +174,14 @@ class EngineClient:
         # what the log calls it
         self._title = "the engine" if settings.replicas == 1 else f"replica {settings.replica}"
         self._frontends = frontends
+        self._hosts = hosts
         self._requests = LinkedRequests(ids or request_ids())
         self._child: EngineChild | None = None
         self._lost = False  # the process has failed, but may not have ended yet
         self._stopping = False
         self._restarts: deque[float] = deque()
-        self._silent_seconds = 0.0
+        self._silence = Silence(supervision.silence_seconds)
+        self._heard = False  # a message has come since silence was last counted
         self._loading_seconds = 0.0
         self._started: asyncio.Future[None] | None = None
         self._failed: asyncio.Future[str] | None = None
@@ -182,9 +191,9 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        """Whether it serves, accepts new work and makes progress with the work it has."""
-        stalled = self._silent_seconds > self._supervision.silence_seconds / 4
-        return self._requests.serving and not self._requests.draining and not stalled
+        """Whether it serves, accepts new work and responds."""
+        accepts = self._requests.serving and not self._requests.draining
+        return accepts and not self._silence.unusual
 
     @property
     def failure(self) -> str | None:
@@ -261,9 +270,15 @@ class EngineClient:
         calling thread ends.
         """
         self._child = EngineChild(
-            self._command, self._engine_folder, self._settings, self._name, self._frontends
+            self._command,
+            self._engine_folder,
+            self._settings,
+            self._name,
+            self._frontends,
+            self._hosts,
         )
         self._loading_seconds = 0.0
+        self._silence = Silence(self._supervision.silence_seconds)
         self._lost = False
         self._verbose = False
 
@@ -327,12 +342,13 @@ class EngineClient:
         self._child.attach(self._on_message, self._on_exit, lambda: self._lost)
 
     def _on_message(self, message: FromEngine) -> None:
-        self._silent_seconds = 0.0
+        self._heard = True
         if isinstance(message, StepOutputs):
             self._requests.deliver(message)
         elif isinstance(message, EngineStats):
             stepped = message.steps != self._process_stats.steps
             self._process_stats = message
+            self.last_steps.extend(message.recent_steps)
             self._follow_log_level()
             if stepped and self._verbose and self.on_stats is not None:
                 self.on_stats()
@@ -373,7 +389,6 @@ class EngineClient:
 
     def _lose(self, reason: str) -> None:
         """Fail all requests in flight. The first reason that is given is the cause."""
-        self._silent_seconds = 0.0
         if self._lost:
             return
         self._lost = True
@@ -430,32 +445,21 @@ class EngineClient:
         not blame the engine for it.
         """
         limits = self._supervision
-        tick = min(1.0, limits.silence_seconds / 10)
+        tick = min(_TICK_SECONDS, limits.silence_seconds / 10)
         while True:
             await asyncio.sleep(tick)
             if self._child is None:
                 continue
             self._child.link.receive_some()
             if self._requests.serving:
-                self._silent_seconds = self._silent_seconds + tick if self._must_answer() else 0.0
-                if self._silent_seconds >= limits.silence_seconds:
-                    await self._kill_hung(
-                        f"it sent no message for {limits.silence_seconds:g} s while it had work"
-                    )
-            else:
+                self._silence.count(tick, self._heard)
+                self._heard = False
+                if self._silence.seconds >= limits.silence_seconds:
+                    await self._kill_hung(f"it sent no message for {limits.silence_seconds:g} s")
+            elif not self._child.awaits_hosts:
                 self._loading_seconds += tick
                 if self._loading_seconds >= limits.start_seconds:
                     await self._kill_hung(f"not ready {limits.start_seconds:g} s after its start")
-
-    def _must_answer(self) -> bool:
-        """Return whether a process that serves must send a message.
-
-        It must if it has work. The work of other front ends is not known here, so where there are
-        others the process is asked for its statistics.
-        """
-        if self._frontends > 1:
-            self._ask_for_stats()
-        return self.outstanding > 0 or self._frontends > 1
 
     async def _kill_hung(self, reason: str) -> None:
         assert self._child is not None
@@ -468,7 +472,7 @@ class EngineClient:
         child = self._child
         self._lose(reason)
         # faulthandler writes all stacks to stderr, even amid a hung step
-        child.signal(signal.SIGUSR1)
+        child.show_stacks()
         await asyncio.sleep(0.5)
         child.kill()
         await child.wait(5.0)

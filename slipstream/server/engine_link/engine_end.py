@@ -36,9 +36,13 @@ from slipstream.server.engine_link.split import OutputSplitter, split_logits
 
 logger = logging.getLogger(__name__)
 
+HEARTBEAT_SECONDS = 0.25
+
 
 class EngineEnd:
     """All links of an engine. It blocks while the engine has no work."""
+
+    heartbeat_seconds = HEARTBEAT_SECONDS
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._context = zmq.Context()

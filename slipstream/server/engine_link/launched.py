@@ -1,8 +1,8 @@
 """The place of this process among those that a launcher started: mpirun, srun, torchrun, a
 LeaderWorkerSet of Kubernetes, or `slipstream launch --world_size`. No torch here.
 
-Rank 0 is the server. It starts the ranks of its engines itself, on its own machine, at most as many
-as the launcher started there. The other processes of the launcher wait.
+Rank 0 is the server. If all processes are on its machine, it starts the ranks of its engines itself
+and the others wait. If some are on other machines, the others start ranks for it: see `cluster/`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,33 @@ class Launcher:
     size: str
     # number of processes on this machine; of Slurm, a list such as "4(x2)"
     local_size: str = ""
+    local_rank: str = ""
+    nodes: str = ""
     also: str = ""  # must be set, too: other programs set the first ones
     one_per_machine: bool = False
 
 
 # The first one that is set counts: mpirun inside of sbatch sets Slurm's variables, too.
 LAUNCHERS = (
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", also="LOCAL_RANK"),
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", also="LOCAL_RANK"),
     Launcher(
-        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
     ),
     # A batch script outside of srun has SLURM_PROCID and SLURM_NTASKS, but no step.
-    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+    Launcher(
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_LOCALID",
+        "SLURM_STEP_NODELIST",
+    ),
     Launcher("PMIx", "PMIX_RANK", "PMIX_SIZE"),
-    Launcher("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    Launcher("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
     Launcher("LeaderWorkerSet", "LWS_WORKER_INDEX", "LWS_GROUP_SIZE", one_per_machine=True),
 )
 RANK_VARIABLES = tuple(launcher.rank for launcher in LAUNCHERS if not launcher.also)
@@ -51,6 +64,8 @@ class Launched:
     rank: int = 0
     size: int = 1
     local_size: int = 1  # processes on this machine
+    local_rank: int = 0  # among those
+    nodes: str = ""  # the machines, if the launcher names them
 
     @property
     def elsewhere(self) -> int:
@@ -67,7 +82,10 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launched:
         size = max(_number(environment.get(launcher.size)) or 1, rank + 1)
         local = _number(environment.get(launcher.local_size, "").partition("(")[0].split(",")[0])
         local = 1 if launcher.one_per_machine else local or size
-        return Launched(launcher.name, rank, size, min(local, size))
+        local = min(local, size)
+        local_rank = min(_number(environment.get(launcher.local_rank)) or 0, local - 1)
+        nodes = environment.get(launcher.nodes, "")
+        return Launched(launcher.name, rank, size, local, local_rank, nodes)
     size = _number(environment.get(WORLD_SIZE_VARIABLE)) or 1
     return Launched("slipstream launch" if size > 1 else "", 0, size, size)
 

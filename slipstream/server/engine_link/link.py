@@ -13,6 +13,7 @@ import asyncio
 import math
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +35,20 @@ from slipstream.engine.messages import (
 from slipstream.engine.request import GenerateRequest
 
 EXIT_WITH_REASON = 70  # exit code of an engine process that has sent `EngineFailed`
+SILENT_SECONDS = 1.25  # longest silence of a process that is ready, if its steps are short
+_FORGET_SECONDS = 300.0  # time in which half of the longest silence is forgotten
 _BYTES_AT_ONCE = 2 << 20  # bytes of messages that are read before the event loop does other work
 _LONGEST_PATH = 100  # bytes in the path of a Unix socket; the kernel's limit is 107
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlace:
+    """The place of a process among the ranks of its engine on the same machine."""
+
+    rank: int
+    size: int
+    # of rank 0: the open descriptor that listens at the address of the store
+    listener: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +57,10 @@ class RankPlace:
 
     rank: int
     size: int  # number of ranks
-    store: str  # path of the file over which the ranks meet
-    sockets: list[str]  # paths of the sockets of ranks 1, 2, …
+    # path of the file over which the ranks meet; on several machines, HOST:PORT of rank 0
+    store: str
+    sockets: list[str]  # paths of the sockets of ranks 1, 2, …; on several machines, none
+    local: LocalPlace | None = None  # None: all ranks are on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +201,12 @@ class ServerEnd:
             self._on_message(decode_from_engine(frame))
         return False
 
+    def receive(self, seconds: float) -> FromEngine | None:
+        """Return the next message, without an event loop; None if none comes within this time."""
+        if not self._socket.poll(round(seconds * 1000)):
+            return None
+        return decode_from_engine(self._socket.recv())
+
     def receive_some(self) -> None:
         """Pass on messages for a few milliseconds, and the others after other work."""
         if self.receive_waiting(_BYTES_AT_ONCE) and self._event_loop is not None:
@@ -209,6 +230,33 @@ class ServerEnd:
         remove_socket(self.path)
 
 
+class Silence:
+    """The time since the last message of a process, and whether it is unusually long.
+
+    Messages come between two steps, and a step on a CPU can take seconds.
+    """
+
+    def __init__(self, longest_seconds: float) -> None:
+        """`longest_seconds`: the silence after which the process is killed."""
+        self.seconds = 0.0
+        self._longest_seconds = longest_seconds
+        self._usual_seconds = 0.0  # the longest silence before; forgotten slowly
+
+    @property
+    def unusual(self) -> bool:
+        limit = min(2 * self._usual_seconds, self._longest_seconds / 4)
+        return self.seconds > max(SILENT_SECONDS, limit)
+
+    def count(self, seconds: float, heard: bool) -> None:
+        """Note that this much time has passed, and whether a message came in it."""
+        self._usual_seconds *= 0.5 ** (seconds / _FORGET_SECONDS)
+        if heard:
+            self._usual_seconds = max(self._usual_seconds, self.seconds)
+            self.seconds = 0.0
+        else:
+            self.seconds += seconds
+
+
 def new_socket_path() -> Path:
     """Return a path for a socket, in a new folder that only this user may enter.
 
@@ -224,6 +272,16 @@ def new_socket_path() -> Path:
 def remove_socket(path: Path) -> None:
     """Remove a socket and its folder."""
     shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, from its exit code."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
 
 
 def configure(socket: zmq.Socket[bytes], linger_ms: int) -> None:

@@ -12,7 +12,9 @@ from slipstream.engine.options import flag
 from slipstream.engine.settings import EngineSettings
 from slipstream.repository.models import EngineModel
 from slipstream.server.engine_link.client import EngineClient, Supervision, request_ids
-from slipstream.server.engine_link.rank_choice import choose_ranks, explain_ranks
+from slipstream.server.engine_link.cluster.leader import RankHosts
+from slipstream.server.engine_link.launched import Launched
+from slipstream.server.engine_link.rank_choice import choose_ranks, explain_ranks, spans_machines
 from slipstream.server.engine_link.replicas import Replicas
 from slipstream.server.engine_link.visible_gpus import visible_gpus
 from slipstream.weights.shards import check_ranks
@@ -26,11 +28,18 @@ class EnginePool:
     """The engines that serve, load or drain. They are added and removed while the server runs."""
 
     def __init__(
-        self, settings: Mapping[str, Any], supervision: Supervision, command: Sequence[str]
+        self,
+        settings: Mapping[str, Any],
+        supervision: Supervision,
+        command: Sequence[str],
+        hosts: RankHosts | None = None,
     ) -> None:
+        """hosts: of ranks on other machines"""
         self._settings = settings  # they override those of the repository
         self._supervision = supervision
         self._command = command
+        self._hosts = hosts
+        self._launched = Launched() if hosts is None else hosts.launched
         # engines that serve, load, or have failed while serving
         self._clients: dict[str, PooledEngine] = {}
         self._starting: dict[PooledEngine, asyncio.Future[None]] = {}
@@ -61,14 +70,19 @@ class EnginePool:
 
     def create(self, model: EngineModel) -> PooledEngine:
         settings = replace(model.settings, **self._settings)
-        chosen = choose_ranks(settings, model.engine_config, visible_gpus(settings.device))
+        chosen = self._choose(settings, model)
         if settings.ranks is None:
             explain_ranks(model.name, chosen, model.engine_config)
         client = self._create(model, chosen)
         self.on_create(client)
         return client
 
+    def _choose(self, settings: EngineSettings, model: EngineModel) -> EngineSettings:
+        gpus = visible_gpus(settings.device)
+        return choose_ranks(settings, model.engine_config, gpus, self._launched)
+
     def _create(self, model: EngineModel, settings: EngineSettings) -> PooledEngine:
+        hosts = self._hosts if spans_machines(settings, self._launched) else None
         ids = request_ids()  # shared: the replica of a request is found by its id
 
         def client(settings: EngineSettings) -> EngineClient:
@@ -80,6 +94,7 @@ class EnginePool:
                 model.name,
                 self.frontends,
                 ids,
+                hosts,
             )
 
         if settings.replicas == 1:
@@ -96,7 +111,8 @@ class EnginePool:
             try:
                 settings = replace(model.settings, **self._settings)
                 config = model.engine_config
-                settings = choose_ranks(settings, config, visible_gpus(settings.device))
+                settings = self._choose(settings, model)
+                spans_machines(settings, self._launched)
                 check_ranks(config.spec, config.quantisation, settings.ranks or 1)
             except ValueError as error:
                 raise ValueError(f"{model.name}: {error}") from error

@@ -6,27 +6,65 @@ import logging
 from dataclasses import replace
 
 from slipstream.engine.settings import EngineSettings
+from slipstream.server.engine_link.cluster.division import (
+    can_divide,
+    gpus_per_process,
+    ranks_per_process,
+)
+from slipstream.server.engine_link.launched import Launched
 from slipstream.weights.engine_config import EngineConfig
 from slipstream.weights.shards import possible_ranks
 
 logger = logging.getLogger(__name__)
 
 
-def choose_ranks(settings: EngineSettings, config: EngineConfig, gpus: int) -> EngineSettings:
+def choose_ranks(
+    settings: EngineSettings, config: EngineConfig, gpus: int, launched: Launched = Launched()
+) -> EngineSettings:
     """Return the settings with a number of ranks: the given one, one for each GPU that the
     repository lists, or at most as many as were asked for, as GPUs are there and as the model can
     be divided among.
 
-    gpus: GPUs that the engine may use; 0: it runs on a CPU, where it has one rank unless told
+    gpus: GPUs that the engine may use on this machine; 0: it runs on a CPU, where it has one rank
+    unless the setting says more, or a launcher started processes on several machines
     """
     if settings.ranks is not None:
         return settings
+    if launched.elsewhere:
+        return replace(settings, ranks=_ranks_of_cluster(settings, config, gpus, launched))
     if not gpus:
         return replace(settings, ranks=1, devices=())
     if settings.devices:
         return replace(settings, ranks=len(settings.devices) // settings.replicas)
     most = min(wanted_ranks(settings, config), gpus // settings.replicas)
     return replace(settings, ranks=possible_ranks(config.spec, config.quantisation, most))
+
+
+def _ranks_of_cluster(
+    settings: EngineSettings, config: EngineConfig, gpus: int, launched: Launched
+) -> int:
+    """Return the largest number of ranks that use all GPUs of all machines, or each process on a
+    CPU, and that the model and the processes can be divided among.
+    """
+    most = launched.size * gpus_per_process(launched, gpus) // settings.replicas
+    for ranks in range(max(1, most), 1, -1):
+        possible = possible_ranks(config.spec, config.quantisation, ranks) == ranks
+        if possible and can_divide(ranks, launched.size):
+            return ranks
+    return 1
+
+
+def spans_machines(settings: EngineSettings, launched: Launched) -> bool:
+    """Return whether an engine has ranks on other machines. Raises ValueError if it cannot."""
+    ranks = settings.ranks or 1
+    if not launched.elsewhere or ranks <= launched.local_size:
+        return False
+    ranks_per_process(ranks, launched.size)
+    if settings.devices:
+        raise ValueError(
+            f"gpu_device_ids names GPUs of one machine, and {ranks} ranks need several: remove it"
+        )
+    return True
 
 
 def wanted_ranks(settings: EngineSettings, config: EngineConfig) -> int:

@@ -1,4 +1,5 @@
-"""The channels from the leading rank of an engine to its followers: one Unix socket for each.
+"""The channels from the leading rank of an engine to its followers: one socket for each. It is a
+Unix socket, or between machines a TCP socket with the cluster key.
 
 A frame is one byte for its kind and the msgpack form of one dataclass of `engine/ranks/orders.py`
 or of `engine/plan.py`. Both ends decode into exactly those types and refuse anything else.
@@ -23,6 +24,7 @@ from slipstream.engine.ranks.orders import (
     RowDigests,
 )
 from slipstream.kernels.rank_errors import RankLost
+from slipstream.server.engine_link.cluster.key import ClusterKey, Gate
 from slipstream.server.engine_link.link import LinkError, configure
 
 _ANSWER_SECONDS = 60.0  # longest wait for a follower that has steps to finish
@@ -64,16 +66,36 @@ class FollowerLinks:
 
     def __init__(self, paths: Sequence[str], find_failure: Callable[[], str] = lambda: "") -> None:
         """paths: the sockets of ranks 1, 2, … . find_failure: returns why a follower has ended, if
-        somebody knows it
+        that is known
         """
         self._find_failure = find_failure
         self._context = zmq.Context()
-        self._sockets = []
+        self._gate: Gate | None = None
+        self._sockets: list[zmq.Socket[bytes]] = []
         for path in paths:
-            socket = self._context.socket(zmq.PAIR)
-            configure(socket, linger_ms=1000)
-            socket.connect(f"ipc://{path}")
-            self._sockets.append(socket)
+            self._add_socket().connect(f"ipc://{path}")
+
+    @classmethod
+    def listen(cls, address: str, followers: int, key: ClusterKey) -> FollowerLinks:
+        """Listen at an IP address for followers on other machines. `endpoints` says where."""
+        links = cls([])
+        links._gate = Gate(links._context, key)
+        for _ in range(followers):
+            socket = links._add_socket()
+            key.listen(socket)
+            socket.bind(f"tcp://{address}:*")
+        return links
+
+    @property
+    def endpoints(self) -> list[str]:
+        """The addresses of the sockets that listen, by follower."""
+        return [socket.get_string(zmq.LAST_ENDPOINT) for socket in self._sockets]
+
+    def _add_socket(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PAIR)
+        configure(socket, linger_ms=1000)
+        self._sockets.append(socket)
+        return socket
 
     def send(self, order: Order, follower: int | None = None) -> None:
         frame = encode_order(order)
@@ -91,6 +113,8 @@ class FollowerLinks:
         """Close the channels once everything is sent, or after a second at most."""
         for socket in self._sockets:
             socket.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
 
     def _receive(self, socket: zmq.Socket[bytes], rank: int, deadline: float) -> RowDigests:
@@ -108,11 +132,16 @@ class FollowerLinks:
 class LeaderLink:
     """A follower's end of its channel."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, endpoint: str, key: ClusterKey | None = None) -> None:
+        """endpoint: path of a socket to bind; with a key, an endpoint of `FollowerLinks.listen`"""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         configure(self._socket, linger_ms=1000)
-        self._socket.bind(f"ipc://{path}")
+        if key is None:
+            self._socket.bind(f"ipc://{endpoint}")
+        else:
+            key.connect(self._socket)
+            self._socket.connect(endpoint)
 
     def orders(self) -> Iterator[Order]:
         """Yield the leader's orders as they come."""

@@ -5,6 +5,7 @@ The in-process engine runs the same loop on a thread, over a queue instead of a 
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol, cast
 
@@ -42,6 +43,9 @@ class Loop(Protocol):
 
 class LoopLink(Protocol):
     """The engine's side of a link, to another process or to another thread."""
+
+    # longest time without a message while there is no work
+    heartbeat_seconds: float
 
     def send(self, message: FromEngine) -> None: ...
     def wait(self, seconds: float | None) -> bool: ...
@@ -82,15 +86,19 @@ def _wait_for_work(loop: Loop, link: LoopLink, next_check: float) -> float:
     """Sleep until there is a message. If none comes for a while, check the engine's integrity, at
     most once a second.
 
-    Returns the time of the next check.
+    The statistics are sent regularly meanwhile: a server that gets no message reports the engine as
+    not ready. Returns the time of the next check.
     """
-    link.send(loop.stats())
-    if link.wait(max(IDLE_SECONDS, next_check - time.monotonic())):
-        return next_check
-    loop.check_integrity()
-    checked = time.monotonic()
-    link.wait(None)
-    return checked + INTEGRITY_SECONDS
+    check_time = max(time.monotonic() + IDLE_SECONDS, next_check)
+    while True:
+        link.send(loop.stats())
+        seconds = min(link.heartbeat_seconds, max(0.0, check_time - time.monotonic()))
+        if link.wait(None if seconds == math.inf else seconds):
+            return next_check
+        if time.monotonic() >= check_time:
+            loop.check_integrity()
+            next_check = time.monotonic() + INTEGRITY_SECONDS
+            check_time = math.inf
 
 
 def describe(error: Exception) -> str:

@@ -81,6 +81,7 @@ class HttpForwarder:
             body = b""
             length = max(self._most_body_bytes + 1, exchange.body_bytes)
             head = _write_head(exchange, length, b"expect: 100-continue\r\n")
+        exchange.more_headers = ()  # the primary front end adds its own
         with exchange.cancel_on_disconnect():
             try:
                 streams = await self._upstream.connect(HTTP)

@@ -15,7 +15,8 @@ from typing import Protocol
 
 import msgspec
 
-from slipstream.server.engine_link.child import child_environment, describe_exit
+from slipstream.server.engine_link.child import child_environment
+from slipstream.server.engine_link.link import describe_exit
 from slipstream.server.frontends.frames import FrameStream
 from slipstream.server.frontends.messages import (
     FROM_SECONDARY,

@@ -15,6 +15,8 @@ import msgspec
 
 from slipstream.repository.models import EngineModel
 from slipstream.server.kserve.access import Restriction
+from slipstream.server.kserve.certificates import CertificateFiles
+from slipstream.server.kserve.sites import Sites
 from slipstream.server.log.output import LogSettings
 from slipstream.server.metrics.increments import Increments
 from slipstream.server.models.build import Recipe
@@ -28,6 +30,9 @@ class FrontendOptions:
     admin_key: str = field(default="", repr=False)
     http_restrictions: dict[str, Restriction] = field(default_factory=dict, repr=False)
     grpc_restrictions: dict[str, Restriction] = field(default_factory=dict, repr=False)
+    health_needs_key: bool = False
+    sites: Sites = field(default_factory=Sites)
+    http_certificate: CertificateFiles | None = None  # None: the HTTP port has no TLS
     server_name: str = "triton"
     http_max_input_bytes: int = 0
     embedding_pooling: str = ""

@@ -86,7 +86,7 @@ class SecondaryFrontend:
         app = create_app(self._registry, self._state, context)
         forwarder = HttpForwarder(upstream, options.http_max_input_bytes)
         self._routes = FrontendRoutes(app, forwarder)
-        self._http = HttpServer(self._routes)
+        self._http = HttpServer(self._routes, certificate=options.http_certificate)
         self._grpc_options = _grpc_options(options)
         handlers = secondary_handlers(
             create_handlers(self._registry, self._state, context),
@@ -207,7 +207,9 @@ def _context(options: FrontendOptions) -> ServerContext:
             options.admin_key,
             options.http_restrictions,
             options.grpc_restrictions,
+            options.health_needs_key,
         ),
+        sites=options.sites,
         server_name=options.server_name,
         http_max_input_bytes=options.http_max_input_bytes,
         embedding_pooling=options.embedding_pooling,

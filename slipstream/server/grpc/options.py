@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import grpc
 
 from slipstream.server.grpc.transport import GrpcServer, Transport
+from slipstream.server.kserve.certificates import CertificateFiles, Reloaded
 
 UNLIMITED = -1
 Compression = Literal["none", "deflate", "gzip"]
@@ -67,12 +68,25 @@ class GrpcOptions:
         return arguments
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """Return the TLS credentials, None without TLS. Raises OSError for an unreadable file."""
+        """Return the TLS credentials, None without TLS. Raises OSError for an unreadable file.
+
+        Files that are replaced are used for new connections.
+        """
         if self.server_certificate is None or self.server_key is None:
             return None
-        pair = (self.server_key.read_bytes(), self.server_certificate.read_bytes())
-        root = self.root_certificate.read_bytes() if self.root_certificate is not None else None
-        return grpc.ssl_server_credentials([pair], root, require_client_auth=root is not None)
+        files = CertificateFiles(self.server_certificate, self.server_key, self.root_certificate)
+        current = Reloaded(files, _read_configuration)
+        return grpc.dynamic_ssl_server_credentials(
+            current.value,
+            lambda: current.value if current.refresh() else None,
+            require_client_authentication=files.root is not None,
+        )
+
+
+def _read_configuration(files: CertificateFiles) -> grpc.ServerCertificateConfiguration:
+    pair = (files.key.read_bytes(), files.certificate.read_bytes())
+    root = None if files.root is None else files.root.read_bytes()
+    return grpc.ssl_server_certificate_configuration([pair], root)
 
 
 def add_port(server: GrpcServer, address: str, options: GrpcOptions) -> int:

@@ -22,17 +22,24 @@ from typing import Protocol, cast
 import httptools
 
 from slipstream.server.http.exchange import TEXT, Exchange, Handler
+from slipstream.server.log.repeated import RepeatedWarning
 
 logger = logging.getLogger(__name__)
 
 # A read of more bytes probably has not emptied the socket.
 _LONG_READ_BYTES = 128 << 10
 
-_TOO_SLOW = b'{"error":"the request did not arrive in time"}'
-_TOO_SLOW_RESPONSE = (
-    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(_TOO_SLOW), _TOO_SLOW)
-)
+
+def _last_response(status: bytes, problem: bytes) -> bytes:
+    body = b'{"error":"%b"}' % problem
+    return (
+        b"HTTP/1.1 %b\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        b"content-length: %d\r\n\r\n%b" % (status, len(body), body)
+    )
+
+
+_TOO_SLOW_RESPONSE = _last_response(b"408 Request Timeout", b"the request did not arrive in time")
+_HOST_RESPONSE = _last_response(b"400 Bad Request", b"the request must have one Host header")
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,10 @@ class ConnectionSet:
 
     connections: set[HttpConnection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    # called for each request that is not HTTP
+    warn_of_invalid: Callable[[], None] = field(
+        default_factory=lambda: RepeatedWarning(logger, "Invalid HTTP request received.")
+    )
     _unsent: list[HttpConnection] = field(default_factory=list)  # those with data to send
 
     def flush_later(self, connection: HttpConnection) -> None:
@@ -161,7 +172,7 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            logger.warning("Invalid HTTP request received.")
+            self._members.warn_of_invalid()
             self.close()
             return
         if self._head_bytes > self._limits.head_bytes:
@@ -245,6 +256,7 @@ class HttpConnection(asyncio.Protocol):
                 raise ValueError("this server is not a proxy")
             self._upgrade = True
             return
+        self._check_host()
         self._in_head = False
         self._head_bytes = 0
         exchange = Exchange(
@@ -262,6 +274,18 @@ class HttpConnection(asyncio.Protocol):
         else:
             self._waiting.append(exchange)
             self.pause_reading()
+
+    def _check_host(self) -> None:
+        """Refuse a request that a proxy could understand differently."""
+        hosts = 0
+        for name, _ in self._headers:
+            if name == b"host":
+                hosts += 1
+        if hosts == 1 or (hosts == 0 and self._parser.get_http_version() == "1.0"):
+            return
+        if self._current is None:
+            self.write(_HOST_RESPONSE)
+        raise ValueError("the request must have one Host header")
 
     def on_chunk_header(self) -> None:
         self._chunks += 1

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.errors import InferenceError
+from slipstream.server.kserve.sites import ANY, Sites
 from slipstream.server.text.threads import in_thread_if_long
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -33,6 +34,9 @@ _DISCARDED_BODY_LIMITS = 4
 _PIECE_BYTES = 256 << 10  # bytes of a long response that are written at once
 # Joining the pieces of a body costs less than other work on a request of the same size.
 _BYTES_PER_SIZE = 128
+
+_READING_METHODS = ("GET", "HEAD", "OPTIONS")
+_FORM_TYPES = (b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NOT_IN_HEADER_NAME = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
@@ -93,6 +97,7 @@ class Exchange:
         "headers",
         "keep_alive",
         "method",
+        "more_headers",
         "path",
         "raw_headers",
         "started",
@@ -124,6 +129,7 @@ class Exchange:
         self._reader: asyncio.Future[None] | None = None
         self.started = False
         self.complete = False
+        self.more_headers: Headers = ()  # of the response, besides those of the route
         self._head = b""  # head of a chunked response, until its first chunk is sent
         self.trace: ResponseTrace | None = None
 
@@ -268,6 +274,8 @@ class Exchange:
         if self.started:
             raise RuntimeError("a response was begun after another one to the same request")
         lines = [_first_lines(status, content_type)]
+        if self.more_headers:
+            headers = [*headers, *self.more_headers]
         for name, value in headers:
             lines.append(_header_line(name, value))
         lines.append(framing)
@@ -364,6 +372,75 @@ class Refused(Exception):
         self.status = status
         self.message = message
         self.content_type = content_type
+
+
+def check_site(sites: Sites, exchange: Exchange) -> bool:
+    """Raise Refused where a web page may not send this request.
+
+    Returns whether the request asks only if a page may send another one (a preflight). It is
+    answered without a key, because browsers send none with it.
+    """
+    host = origin = fetch_site = b""
+    for name, value in exchange.headers:
+        if name == b"host":
+            host = value
+        elif name == b"origin":
+            origin = value
+        elif name == b"sec-fetch-site":
+            fetch_site = value
+    if not _knows_host(sites, host):
+        called = host.decode("latin-1")
+        raise Refused(403, f"This server is not called '{called}'. Allow it with --allowed-host")
+    if not origin and not fetch_site:
+        return False  # not a browser
+    return _check_page(
+        sites, exchange, *(one.decode("latin-1") for one in (origin, host, fetch_site))
+    )
+
+
+@lru_cache(maxsize=256)
+def _knows_host(sites: Sites, host: bytes) -> bool:
+    return sites.knows_host(host.decode("latin-1"))
+
+
+def _check_page(sites: Sites, exchange: Exchange, origin: str, host: str, fetch_site: str) -> bool:
+    if sites.names(origin):
+        exchange.more_headers = _allow_origin(sites, exchange)
+        if exchange.method == "OPTIONS":
+            return True
+    if exchange.method in _READING_METHODS:
+        return False  # a browser does not show the response to pages of other origins
+    if not sites.accepts(origin, host, fetch_site):
+        text = (
+            f"Pages of the origin '{origin}' may not use this server. Allow it with --cors-origin"
+        )
+        raise Refused(403, text)
+    content_type = exchange.header(b"content-type").partition(b";")[0].strip().lower()
+    if content_type in _FORM_TYPES:
+        # a page may send these types to any server, without a preflight
+        text = f"A browser must send application/json, not {content_type.decode('latin-1')}"
+        raise Refused(415, text)
+    return False
+
+
+def _allow_origin(sites: Sites, exchange: Exchange) -> Headers:
+    """Return the headers that let a page of a named origin read the response."""
+    origin = b"*" if ANY in sites.origins else exchange.header(b"origin")
+    headers = [
+        (b"access-control-allow-origin", origin),
+        (b"access-control-expose-headers", b"*"),
+        (b"vary", b"Origin"),
+    ]
+    if exchange.method == "OPTIONS":
+        asked = exchange.header(b"access-control-request-headers")
+        headers += [
+            (b"access-control-allow-methods", b"GET, HEAD, POST, DELETE"),
+            (b"access-control-allow-headers", asked or b"*"),
+            (b"access-control-max-age", b"600"),
+        ]
+        if exchange.header(b"access-control-request-private-network"):
+            headers.append((b"access-control-allow-private-network", b"true"))
+    return headers
 
 
 def check_access(access: Access, api: str, exchange: Exchange) -> None:

@@ -45,7 +45,8 @@ class HealthProbes:
             Route(GET, HEALTH, "health", self._answer_health),
             Route(GET, HEALTH_READY, "health", self._answer_health),
             Route(GET_POST, PING, "health", self._answer_health),
-            Route(GET, HEALTH_GENERATE, "health", self._answer_health_generate),
+            # it makes the engines work, so it needs a key where inference does
+            Route(GET, HEALTH_GENERATE, "inference", self._answer_health_generate),
         ]
         return RouteGroup(routes, describe_routes)
 

@@ -21,6 +21,7 @@ from slipstream.server.http.exchange import (
     Exchange,
     Refused,
     check_access,
+    check_site,
 )
 from slipstream.server.http.generate import answer_once, answer_stream, read_request
 from slipstream.server.http.infer import (
@@ -176,7 +177,7 @@ class HttpRoutes:
     def _page_routes(self) -> list[Route]:
         routes = [Route(("GET", "HEAD"), "/openapi.json", "metadata", self._openapi, TEXT)]
         for path, file in PAGES.items():
-            routes.append(Route(GET, path, "metadata", read_page(file), TEXT))
+            routes.append(Route(GET, path, "", read_page(file), TEXT))  # a page holds no secrets
         return routes
 
     def _search_table(self, path: str) -> tuple[Route, Parameters] | None:
@@ -209,6 +210,9 @@ class HttpRoutes:
             await exchange.respond(500, body)
 
     async def _dispatch(self, exchange: Exchange) -> None:
+        if check_site(self._context.sites, exchange):
+            await exchange.respond(200, b"")
+            return
         found = self._find_route(exchange.path)
         if found is None:
             if not exchange.path.startswith("/v2/"):

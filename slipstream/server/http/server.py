@@ -8,6 +8,8 @@ import socket
 
 from slipstream.server.http.connection import ConnectionLimits, ConnectionSet, HttpConnection
 from slipstream.server.http.exchange import Handler
+from slipstream.server.http.tls import HANDSHAKE_SECONDS, SHUTDOWN_SECONDS, create_tls_context
+from slipstream.server.kserve.certificates import CertificateFiles
 
 logger = logging.getLogger(__name__)
 
@@ -16,8 +18,15 @@ _POLL_SECONDS = 0.01
 
 
 class HttpServer:
-    def __init__(self, handler: Handler, limits: ConnectionLimits | None = None) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        limits: ConnectionLimits | None = None,
+        certificate: CertificateFiles | None = None,
+    ) -> None:
+        """`certificate`: for TLS; None: connections are not encrypted."""
         self._handler = handler
+        self._certificate = certificate
         self._limits = limits or ConnectionLimits()
         self._members = ConnectionSet()
         self._listener: asyncio.Server | None = None
@@ -25,8 +34,18 @@ class HttpServer:
     async def open(self, listening: socket.socket) -> None:
         """Accept connections from this socket."""
         loop = asyncio.get_running_loop()
+        if self._certificate is None:
+            self._listener = await loop.create_server(
+                self._create_connection, sock=listening, backlog=_BACKLOG
+            )
+            return
         self._listener = await loop.create_server(
-            self._create_connection, sock=listening, backlog=_BACKLOG
+            self._create_connection,
+            sock=listening,
+            backlog=_BACKLOG,
+            ssl=create_tls_context(self._certificate),
+            ssl_handshake_timeout=HANDSHAKE_SECONDS,
+            ssl_shutdown_timeout=SHUTDOWN_SECONDS,
         )
 
     async def adopt(self, connection: socket.socket) -> None:

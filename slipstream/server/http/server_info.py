@@ -16,7 +16,9 @@ from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.version import VERSION
 
 METRICS = "/metrics"
-_METRICS_TYPE = b"text/plain; charset=utf-8"
+LIVE = "/v2/health/live"
+READY = "/v2/health/ready"
+METRICS_TYPE = b"text/plain; charset=utf-8"
 
 
 class ServerInfo:
@@ -44,7 +46,7 @@ class ServerInfo:
     async def _answer_metrics(self, exchange: Exchange, parameters: Parameters) -> None:
         assert self._metrics is not None
         await self._metrics.collect()
-        await exchange.respond(200, self._metrics.render().encode(), _METRICS_TYPE)
+        await exchange.respond(200, self._metrics.render().encode(), METRICS_TYPE)
 
     def _describe(self) -> dict[str, Any]:
         paths = {
@@ -56,17 +58,25 @@ class ServerInfo:
         return paths
 
 
-def serve_metrics(metrics: ServerMetrics) -> Handler:
-    """Return the handler of the metrics port. As in Triton, any other path is an empty 200."""
+def serve_metrics(metrics: ServerMetrics, state: ServerState) -> Handler:
+    """Return the handler of the metrics port. As in Triton, any other path is an empty 200.
+
+    It has the two health probes of the HTTP port, which need no key here: the probes of an
+    orchestrator cannot send a secret.
+    """
 
     async def answer(exchange: Exchange) -> None:
         if exchange.method != "GET":
             await exchange.respond(405, b'{"error":"Method Not Allowed"}', TEXT)
             return
+        if exchange.path in (LIVE, READY):
+            well = state.live if exchange.path == LIVE else state.ready
+            await exchange.respond(200 if well else 400, b"", TEXT)
+            return
         body = b""
         if exchange.path == METRICS:
             await metrics.collect()
             body = metrics.render().encode()
-        await exchange.respond(200, body, _METRICS_TYPE)
+        await exchange.respond(200, body, METRICS_TYPE)
 
     return answer

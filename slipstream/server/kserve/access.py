@@ -1,8 +1,9 @@
 """Access control for HTTP and gRPC: API keys for the whole server, and Triton's restricted APIs.
 
-Without keys all calls are allowed, as with Triton. With a key every call needs one, health probes
-included. The calls that change or reveal the server itself (repository control, logging, trace,
-shared memory) need the admin key if there is one. The admin key allows all calls.
+Without keys all calls are allowed, as with Triton. With a key every call needs one, but health
+probes only with `health_needs_key`. The calls that change or reveal the server itself (repository
+control, logging, trace, shared memory) need the admin key if there is one. The admin key allows all
+calls.
 
 With several API keys each one is a tenant. Tenants do not share cached blocks: the latency of a
 response must not reveal the prompts of others. Their keys do not allow the calls of the admin key.
@@ -64,6 +65,7 @@ class Access:
     http_restrictions: Mapping[str, Restriction] = field(default_factory=dict, repr=False)  # by API
     grpc_restrictions: Mapping[str, Restriction] = field(default_factory=dict, repr=False)
 
+    health_needs_key: bool = False
     guarded: bool = field(init=False, repr=False)  # whether any call needs a key
 
     def __post_init__(self) -> None:
@@ -101,7 +103,7 @@ class Access:
         return self._refuse(api, header)
 
     def _refuse(self, api: str, header: Header) -> Refusal | None:
-        if not self.guarded:
+        if not self.guarded or (api == "health" and not self.health_needs_key):
             return None
         given = _key(header)
         if self.admin_key and _same(given, self.admin_key):

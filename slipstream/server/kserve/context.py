@@ -11,6 +11,7 @@ from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.inference import RequestTrace
 from slipstream.server.kserve.repository_control import NoControl, RepositoryControl
 from slipstream.server.kserve.shared_memory import SharedMemory
+from slipstream.server.kserve.sites import Sites
 
 DEFAULT_HTTP_MAX_INPUT_BYTES = 64 << 20
 
@@ -40,6 +41,7 @@ class ServerContext:
     control: RepositoryControl = field(default_factory=NoControl)
     memory: SharedMemory = field(default_factory=SharedMemory)
     access: Access = field(default_factory=Access)
+    sites: Sites = field(default_factory=Sites)
     server_name: str = "triton"
     http_max_input_bytes: int = DEFAULT_HTTP_MAX_INPUT_BYTES
     embedding_pooling: str = ""  # kind of pooling, whatever the models declare; empty: theirs

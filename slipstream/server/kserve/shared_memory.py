@@ -1,13 +1,13 @@
-"""Memory that clients on the same machine share with the server: registered by name, read and
-written in place.
+"""Memory that clients on the same machine share with the server, registered by name.
 
-System regions are POSIX shared memory, files under /dev/shm. Registration is off by default: a
-region is a path into this machine, and a client that registers one can read it through a model.
+System regions are POSIX shared memory, files under /dev/shm. They are read and written by system
+calls, not mapped: a client may shrink the file at any time, and an access to a mapped page beyond
+its end would kill the server. Registration is off by default: a region is a path into this machine,
+and a client that registers one can read it through a model.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,13 +25,47 @@ REFUSED = (
 CUDA_HANDLE_BYTES = 64
 
 
+class _OpenFile:
+    """A file descriptor that is closed with the last reference.
+
+    A thread may still read or write the file when its region is unregistered.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+    @property
+    def byte_size(self) -> int:
+        return os.fstat(self.descriptor).st_size
+
+    def read(self, start: int, byte_size: int) -> bytes:
+        """Return these bytes, or fewer where the file ends."""
+        pieces: list[bytes] = []
+        while byte_size > 0 and (piece := os.pread(self.descriptor, byte_size, start)):
+            pieces.append(piece)
+            start += len(piece)
+            byte_size -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def write(self, start: int, data: Buffer) -> None:
+        rest = memoryview(data)
+        while rest:
+            count = os.pwrite(self.descriptor, rest, start)
+            start += count
+            rest = rest[count:]
+
+
 @dataclass(frozen=True)
 class Region:
     name: str
     key: str
     offset: int
     byte_size: int
-    memory: mmap.mmap = field(repr=False)
+    file: _OpenFile = field(repr=False)
 
     def document(self) -> dict[str, Any]:
         return {
@@ -84,9 +118,7 @@ class SharedMemory:
     def unregister(self, name: str = "") -> None:
         """Remove one region, or all. Like in Triton, an unknown name is no error."""
         for key in [name] if name else list(self._regions):
-            region = self._regions.pop(key, None)
-            if region is not None:
-                region.memory.close()
+            self._regions.pop(key, None)
 
     def unregister_cuda(self, name: str = "") -> None:
         """Do nothing: CUDA regions cannot be registered."""
@@ -94,13 +126,10 @@ class SharedMemory:
     def read(self, name: str, offset: int, byte_size: int) -> bytes:
         """Return a copy: the client may change the region while the model runs."""
         region = self._find(name, offset, byte_size)
-        start = region.offset + offset
-        try:
-            return region.memory[start : start + byte_size]
-        except (
-            ValueError
-        ) as error:  # unregistered in the meantime; long requests are read in a thread
-            raise _unknown_region(name) from error
+        data = region.file.read(region.offset + offset, byte_size)
+        if len(data) < byte_size:
+            raise _shrunk(region)
+        return data
 
     def write(self, name: str, offset: int, byte_size: int, data: Buffer, tensor: str) -> None:
         region = self._find(name, offset, byte_size)
@@ -111,7 +140,9 @@ class SharedMemory:
                 Code.INTERNAL,
             )
         start = region.offset + offset
-        region.memory[start : start + len(data)] = data
+        if region.file.byte_size < start + len(data):  # writing would make the file larger
+            raise _shrunk(region)
+        region.file.write(start, data)
 
     def check_places(self, places: Iterable[object]) -> None:
         """Look at the places of a request's outputs before it runs; None: no place.
@@ -139,7 +170,14 @@ def _unknown_region(name: str) -> InferenceError:
     return InferenceError(f"Unable to find shared memory region: '{name}'", Code.NOT_FOUND)
 
 
-def _open(key: str, offset: int, byte_size: int, name: str) -> mmap.mmap:
+def _shrunk(region: Region) -> InferenceError:
+    return InferenceError(
+        f"shared memory region '{region.name}' has become smaller than it was registered: "
+        f"'{region.key}' has {region.file.byte_size} bytes. Register it again with its new size."
+    )
+
+
+def _open(key: str, offset: int, byte_size: int, name: str) -> _OpenFile:
     cannot = InferenceError(f"Unable to open shared memory region: '{key}'", Code.INTERNAL)
     file_name = key.lstrip("/")
     # A key is the name of one file, never a path. Hidden files and those of Triton's Python backend
@@ -151,12 +189,9 @@ def _open(key: str, offset: int, byte_size: int, name: str) -> mmap.mmap:
     ):
         raise cannot
     try:
-        descriptor = os.open(PLACE / file_name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = _OpenFile(PLACE / file_name)
     except OSError as error:
         raise cannot from error
-    try:
-        if offset < 0 or byte_size <= 0 or os.fstat(descriptor).st_size < offset + byte_size:
-            raise InferenceError(f"failed to register shared memory region '{name}': invalid args")
-        return mmap.mmap(descriptor, offset + byte_size)
-    finally:
-        os.close(descriptor)
+    if offset < 0 or byte_size <= 0 or file.byte_size < offset + byte_size:
+        raise InferenceError(f"failed to register shared memory region '{name}': invalid args")
+    return file

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.repository.templates import ENSEMBLE
 from slipstream.server.engine_link.engine import AdapterUse
 from slipstream.server.kserve.inference import ModelRegistry, ModelVersion
 from slipstream.server.models.text_model import TextModel, find_text_model, find_text_models
@@ -60,8 +62,22 @@ class OpenAIModel:
 
 
 def text_models(registry: ModelRegistry) -> list[OpenAIModel]:
-    """Return the text models, without adapters."""
-    return [OpenAIModel(entry.name, entry, text) for entry, text in find_text_models(registry)]
+    """Return the text models, without adapters and without the ensembles of imported models."""
+    engines = {entry.name: text.engine.model.name for entry, text in find_text_models(registry)}
+    return [
+        OpenAIModel(entry.name, entry, text)
+        for entry, text in find_text_models(registry)
+        if not _is_helper(entry.name, engines)
+    ]
+
+
+def _is_helper(name: str, engines: Mapping[str, str]) -> bool:
+    """Return whether a model is the ensemble that `slipstream import` writes beside another one.
+
+    engines: name of each text model → name of its engine model
+    """
+    whole = name.removesuffix(f"-{ENSEMBLE}")
+    return whole != name and engines.get(whole) == engines[name]
 
 
 async def list_models(registry: ModelRegistry) -> list[OpenAIModel]:

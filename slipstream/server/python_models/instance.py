@@ -15,7 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from slipstream.server.engine_link.child import child_environment, describe_exit
+from slipstream.server.engine_link.child import child_environment
+from slipstream.server.engine_link.link import describe_exit
 from slipstream.server.kserve.errors import Code, InferenceError
 from slipstream.server.log.capture import LineSplitter
 from slipstream.server.python_models.calls import Calls, PythonModelContext

@@ -1,4 +1,4 @@
-"""A GGUF file as a source: its metadata as a config, its tensors dequantised when they are read."""
+"""A GGUF file as a source: its metadata as a config, its tensors as stored or dequantised."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import numpy as np
 from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
+from slipstream.kernels.blocks import BLOCK_FORMATS
 from slipstream.model.families import phi3
 from slipstream.model.families.family import Recipe, UnsupportedModel, WeightMap, collapse_layer
 from slipstream.model.families.gpt import gptj
 from slipstream.model.families.registry import FAMILIES, name_list
 from slipstream.model.spec import ModelSpec, RopeScaling
 from slipstream.weights.engine_config import GenerationDefaults, PoolingDefaults
-from slipstream.weights.parameters import Shape
+from slipstream.weights.parameters import PLAIN_FORMS, Shape
 from slipstream.weights.sources.gguf_file import GgufFile, read_gguf
-from slipstream.weights.sources.source import SourceError, row_blocks
+from slipstream.weights.sources.source import SourceError, StoredMatrices, row_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -177,6 +178,22 @@ class GgufSource:
                 self._undo_rope_permutation(name, self._values(name, start, stop))
             )
 
+    @property
+    def stored(self) -> StoredMatrices | None:
+        return self if BLOCK_FORMATS.keys() & self.forms().values() else None
+
+    def forms(self) -> dict[str, str]:
+        return {
+            name: tensor.kind.name
+            for name, tensor in self.file.tensors.items()
+            if len(tensor.shape) == 2
+            and (tensor.kind.name in BLOCK_FORMATS or tensor.kind.name in PLAIN_FORMS)
+        }
+
+    def read_stored(self, name: str) -> np.ndarray:
+        raw = self.file.read_raw_rows(name, 0, self.file.tensors[name].shape[0])
+        return self._undo_rope_permutation(name, raw)
+
     def tokenizer_files(self) -> dict[str, bytes]:
         from slipstream.weights.sources.gguf_tokenizer import tokenizer_files
 
@@ -199,6 +216,8 @@ class GgufSource:
         if kind in _PLAIN:
             # the mapping is read-only, and torch needs writable memory
             return raw.view(_PLAIN[kind]).copy()
+        if kind.name in BLOCK_FORMATS:
+            return BLOCK_FORMATS[kind.name].expand(raw)
         try:
             return quants.dequantize(raw, kind)
         except NotImplementedError as error:

