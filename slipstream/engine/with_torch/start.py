@@ -99,7 +99,8 @@ def cache_dtype(
     options: KernelOptions = KernelOptions(),
 ) -> torch.dtype:
     """Return the type of cached keys and values."""
-    rotated = rotary_size(spec) if spec.position == "rope" else 0
+    all_rotate = all(map(spec.rotates_layer, range(spec.layers)))
+    rotated = rotary_size(spec) if all_rotate else 0
     return packed_cache.kv_cache_dtype(
         dtype, device, spec.head_size, rotated, block_tokens, fp8_cache, options
     )

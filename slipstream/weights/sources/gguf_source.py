@@ -13,8 +13,9 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
 from slipstream.kernels.blocks import BLOCK_FORMATS
-from slipstream.model.families import gptj, phi3
+from slipstream.model.families import phi3
 from slipstream.model.families.family import Recipe, UnsupportedModel, WeightMap, collapse_layer
+from slipstream.model.families.gpt import gptj
 from slipstream.model.families.registry import FAMILIES, name_list
 from slipstream.model.spec import ModelSpec, RopeScaling
 from slipstream.weights.engine_config import GenerationDefaults, PoolingDefaults
