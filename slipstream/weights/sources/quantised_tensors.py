@@ -208,7 +208,8 @@ class QuantisedTensors:
         stem = packed.stem
 
         def ordered(kind: str) -> torch.Tensor:
-            return _unpack(self._read(stem, kind), 4).unflatten(1, (-1, 8))[..., order].flatten(1)
+            eights: torch.Tensor = _unpack(self._read(stem, kind), 4).unflatten(1, (-1, 8))
+            return eights[..., order].flatten(1)
 
         values = ordered("qweight")  # [in, out]
         scales = self._read(stem, "scales").float()  # [groups, out]
