@@ -26,7 +26,9 @@ def test_every_data_file_is_shipped():
     assert {
         "py.typed",
         "server/http/docs.html",
-        "server/http/chat.html",
+        "server/http/page/index.html",
+        "server/http/page/app.js",
+        "server/http/page/style.css",
         "repository/templates/ensemble.pbtxt",
     } <= data
     assert data - shipped_data() == set()

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.constraints.constraints import Constraints
-from slipstream.engine.messages import EngineInfo, EngineStats, StepOutputs
+from slipstream.engine.messages import (
+    RECENT_STEPS,
+    EngineInfo,
+    EngineStats,
+    StepOutputs,
+    StepRecord,
+)
 from slipstream.engine.plan import StepFailed, StepPlan, StepResult
 from slipstream.engine.request import Constraint, FinishReason, GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
@@ -71,6 +77,7 @@ class EngineLoop:
         self.on_close: Callable[[], None] = lambda: None
         self.constraints = Constraints()  # the caller replaces it if it has a tokenizer
         self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
+        self._recent_steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
 
     def submit(self, request: GenerateRequest) -> None:
         if request.sampling.constrained:
@@ -127,13 +134,21 @@ class EngineLoop:
                 self._add(request, constraint)
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
+        now_us = time.time_ns() // 1000
+        # the lists of a plan do not change once it is launched
+        self._recent_steps.append(
+            StepRecord(now_us, plan.rows, plan.epochs, plan.counts, plan.samples)
+        )
         if self.adapters is not None and plan.placed:
             self.adapters.place(plan.placed)
             self.runner.adapters = self.adapters.pages
         return self.runner.launch(plan)
 
     def stats(self) -> EngineStats:
-        return self.scheduler.stats()
+        """Return the statistics, with the steps since the last call."""
+        recent_steps = list(self._recent_steps)
+        self._recent_steps.clear()
+        return replace(self.scheduler.stats(), recent_steps=recent_steps)
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()

@@ -17,6 +17,7 @@ from typing import cast
 
 # Upper bounds, in seconds, of the histogram of queue times; the last bucket has none.
 QUEUE_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
+RECENT_STEPS = 200  # steps whose records are kept
 FRONTEND_SHIFT = 48  # request id >> FRONTEND_SHIFT: the front end that sent the request
 
 
@@ -189,6 +190,17 @@ class StepOutputs:
     timings: dict[int, Timing] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step computed: entry i is row `rows[i]`, which computed `counts[i]` tokens."""
+
+    started_us: int  # in microseconds since 1970
+    rows: list[int]
+    epochs: list[int]  # with the row, they identify a request
+    counts: list[int]
+    samples: list[bool]  # whether the row had computed all its known tokens
+
+
 _TOTALS = (
     "steps",
     "prompt_tokens",
@@ -204,6 +216,9 @@ _TOTALS = (
     "accepted_draft_tokens",
     "adapter_loads",
 )
+
+
+_NOT_SUMMED = {"timestamp_us", "queue_counts", "recent_steps"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +254,8 @@ class EngineStats:
     total_adapter_pages: int = 0
     # requests per bucket of QUEUE_SECONDS_BOUNDS
     queue_counts: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_SECONDS_BOUNDS) + 1))
+    # the steps since the statistics before these, at most RECENT_STEPS; of several replicas: none
+    recent_steps: list[StepRecord] = field(default_factory=list)
 
     def plus_totals_of(self, before: EngineStats) -> EngineStats:
         """Return these statistics with the counters of the engine that this one replaced added."""
@@ -251,9 +268,7 @@ class EngineStats:
     @classmethod
     def of_replicas(cls, each: Sequence[EngineStats]) -> EngineStats:
         """Return the statistics of several replicas together: counters and gauges add up."""
-        numbers = [
-            one.name for one in fields(cls) if one.name not in ("timestamp_us", "queue_counts")
-        ]
+        numbers = {one.name for one in fields(cls)} - _NOT_SUMMED
         sums = {name: sum(map(attrgetter(name), each)) for name in numbers}
         columns = zip(*(stats.queue_counts for stats in each), strict=True)
         return cls(

@@ -72,6 +72,8 @@ class EngineSettings:
     compressed_kv_cache: bool = True  # bf16 keys and values in 12 bits
     fused_gemv: bool = True  # one kernel for GEMV, residual addition and norm in one-token steps
     mixed_graphs: bool = True  # CUDA graphs of steps that mix decodes with few prompt tokens
+    # compiled code of a CPU: auto, off (torch instead), or the name of an instruction level
+    cpu_code: str = "auto"
     replicas: int = 1  # engines of this model behind one server
     replica: int = 0  # index of this engine among them
     # GPUs of all replicas in order, one for each rank, as numbered within CUDA_VISIBLE_DEVICES.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from slipstream.engine.adapters.store import AdapterStore
 from slipstream.engine.blocks import BlockPool
 from slipstream.engine.cache.host_cache import HostCache
 from slipstream.engine.cache.window import Window
+from slipstream.engine.cpu.choice import CpuPath, choose_path, create_runner
+from slipstream.engine.cpu.model import CpuModel
 from slipstream.engine.loop import EngineLoop, Progress, StepRunner, warm_up
 from slipstream.engine.memory import division
 from slipstream.engine.memory.host import read_host_memory
@@ -98,6 +101,7 @@ def create_engine(
     most_rows: int | None = None,
     compiler: CompilePool | None = None,
     group: RankGroup | None = None,
+    code_folder: Path | None = None,
 ) -> EngineLoop:
     """Create an engine from weights in memory. `tensors` is emptied. For weights on disk, see
     `weights.load.start_engine`.
@@ -109,12 +113,13 @@ def create_engine(
     fp8_cache: keep keys and values in 8 bits, if the device has instructions for that.
     compiler: processes that compile the kernels of a GPU; None: they compile when first launched.
     group: the other ranks; spec and tensors are then those of this rank, the leading one.
+    code_folder: where compiled code for a CPU is kept; None: it is compiled in memory.
     """
     began = time.monotonic()
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
     ranks = ALONE if group is None else group.ranks
     limits = BuiltLimits(longest_sequence, most_step_tokens, most_rows, fp8_cache)
-    prepared = _prepare(spec, tensors, settings, limits, progress, compiler, ranks)
+    prepared = _prepare(spec, tensors, settings, limits, progress, compiler, ranks, code_folder)
     runner: StepRunner = prepared.runner
     leader: LeadingRunner | None = None
     if group is not None:
@@ -158,15 +163,24 @@ def _prepare(
     progress: Progress,
     compiler: CompilePool | None,
     ranks: Ranks,
+    code_folder: Path | None = None,
 ) -> _Prepared:
     """Create what every rank has: the model, its memory and the warm runner. All ranks choose the
     same sizes.
     """
     sizes = _choose_sizes(settings, limits, ranks)
     ranks.meet(_describe_machine(sizes))
-    model = _create_model(spec, tensors, settings, sizes, limits.fp8_cache, ranks)
+    path = choose_path(spec, tensors, settings.cpu_code, sizes.device, sizes.dtype, ranks.size)
+    model = _create_model(spec, tensors, settings, sizes, limits.fp8_cache, ranks, path)
     parts = _divide_memory(model, settings, sizes, limits.rows, ranks)
-    warm = _prepare_runner(model, settings.block_tokens, sizes, parts, progress, compiler, ranks)
+    if isinstance(model, CpuModel):
+        threads = cpu_threads(settings, usable_cores(), ranks.size)
+        shape = (parts.blocks, settings.block_tokens, parts.rows, sizes.longest)
+        warm = _WarmRunner(create_runner(model, path, threads, *shape, code_folder, progress))
+    else:
+        warm = _prepare_runner(
+            model, settings.block_tokens, sizes, parts, progress, compiler, ranks
+        )
     slots = _add_host_cache(warm.runner, settings, parts.blocks, ranks)
     store, adapter_sizes = create_store(
         spec, settings, parts.rows, sizes.dtype, sizes.device, ranks
@@ -248,15 +262,20 @@ def _create_model(
     sizes: EngineSizes,
     fp8_cache: bool,
     ranks: Ranks,
-) -> Transformer:
+    path: CpuPath,
+) -> Transformer | CpuModel:
     fp8_cache = fp8_cache or settings.cache_dtype == "fp8"
     options = settings.kernel_options
     cache_dtype = _cache_dtype(
         spec, sizes.dtype, sizes.device, settings.block_tokens, fp8_cache, options
     )
-    model = Transformer(
-        spec, tensors, sizes.dtype, sizes.device, sizes.longest, cache_dtype, options, ranks
-    )
+    model: Transformer | CpuModel
+    if path.level is not None:
+        model = CpuModel(spec, tensors, sizes.dtype, sizes.longest, options)
+    else:
+        model = Transformer(
+            spec, tensors, sizes.dtype, sizes.device, sizes.longest, cache_dtype, options, ranks
+        )
     # A wider window covers every sequence.
     if min(settings.attention_windows, default=sizes.longest) < sizes.longest:
         model.set_attention_windows(settings.attention_windows, settings.sink_tokens)
@@ -283,7 +302,7 @@ class _WarmRunner(NamedTuple):
 class _Prepared(NamedTuple):
     """What every rank has."""
 
-    model: Transformer
+    model: Transformer | CpuModel
     sizes: EngineSizes
     parts: MemoryParts
     warm: _WarmRunner
@@ -430,7 +449,7 @@ def _dtype_name(dtype: str, on_gpu: bool) -> str:
 
 
 def _divide_memory(
-    model: Transformer,
+    model: Transformer | CpuModel,
     settings: EngineSettings,
     sizes: EngineSizes,
     most_rows: int | None,
@@ -448,6 +467,7 @@ def _divide_memory(
     )
     limits = division.RowLimits(settings.max_rows, most_rows)
     if model.device.type == "cuda":
+        assert not isinstance(model, CpuModel)
         return _divide_gpu_memory(model, settings, sizes, sequence, limits, ranks)
     host = read_host_memory()
     wanted = division.cache_tokens(settings.cache_tokens, settings.cache_bytes, sequence)

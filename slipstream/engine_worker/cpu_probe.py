@@ -1,10 +1,10 @@
-"""Chooses the number format that the CPU computes with, by trials in a child process.
+"""Chooses the number format and the compiled code of the CPU, by trials in a child process.
 
 Some machines report instructions that fault when used, such as virtual machines that hide half of
 AMX. The fault is a SIGILL, which no `except` can catch. A child process therefore runs a few matrix
 multiplications in the format and with the instruction limit in question, and its exit code tells
-whether they work. The result is stored under $SLIPSTREAM_HOME for each CPU, its flags and torch
-version, so that only the first start runs the trials.
+whether they work. The result is stored under $SLIPSTREAM_HOME for each CPU, its flags and the
+version of torch or of the compiled code, so that only the first start runs the trials.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from slipstream.engine.settings import EngineSettings
-from slipstream.weights.home import slipstream_home
+from slipstream.kernels.cpu import machine
+from slipstream.kernels.cpu.compiler.levels import Level, possible_levels
+from slipstream.kernels.cpu.machine import read_cpu
+from slipstream.kernels.cpu.objects import source_hash
+from slipstream.weights.home import cpu_code_folder, slipstream_home
 
 logger = logging.getLogger(__name__)
+Stored = TypeVar("Stored")
 
 ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 TIME_LIMIT_SECONDS = 60.0
@@ -66,14 +72,21 @@ def trial_command(choice: CpuChoice) -> list[str]:
     return [sys.executable, "-P", "-c", TRIAL, choice.dtype]
 
 
+def code_command(level: Level, home: Path) -> list[str]:
+    folder = str(cpu_code_folder(home))
+    return [sys.executable, "-P", "-m", "slipstream.kernels.cpu.trial", level.name, folder]
+
+
 def prepare(settings: EngineSettings) -> EngineSettings:
-    """Return the settings with the format chosen, and set the environment variables for it.
+    """Return the settings with format and code chosen, and set the environment variables for them.
 
     Must be called before torch is imported.
     """
     if not runs_on_cpu(settings):
         return settings
     _limit_spinning()
+    if settings.cpu_code == machine.AUTO:
+        settings = replace(settings, cpu_code=choose_code())
     if settings.dtype != "auto":
         return settings
     choice = choose()
@@ -110,12 +123,38 @@ def choose(
     model, flags = cpu if cpu is not None else read_cpu()
     key = _cache_key(model, flags)
     cache = (home if home is not None else slipstream_home()) / "cpu-probe.json"
-    known = _read_cache(cache)
+    known = _read_cache(cache, lambda value: CpuChoice(**value))
     if key in known:
         return known[key]
     choice = _try_candidates(command, flags)
-    _write_cache(cache, known | {key: choice})
+    _write_cache(cache, {name: asdict(one) for name, one in (known | {key: choice}).items()})
     return choice
+
+
+def choose_code(
+    command: Callable[[Level, Path], Sequence[str]] = code_command,
+    cpu: tuple[str, frozenset[str]] | None = None,
+    home: Path | None = None,
+) -> str:
+    """Return the first instruction level whose compiled code works on this machine, or "off"."""
+    model, flags = cpu if cpu is not None else read_cpu()
+    home = home if home is not None else slipstream_home()
+    limit = os.environ.get(machine.VARIABLE, machine.AUTO)
+    machine.check_choice(limit)
+    levels = [level for level in possible_levels(flags) if limit in (machine.AUTO, level.name)]
+    if not levels:
+        return machine.OFF
+    cache = cpu_code_folder(home) / "trials.json"
+    key = _hash([model, " ".join(sorted(flags)), source_hash(), limit])
+    known = _read_cache(cache, str)
+    if key not in known:
+        known[key] = next(
+            (level.name for level in levels if _works(command(level, home), {})), machine.OFF
+        )
+        if known[key] == machine.OFF:
+            logger.warning("no compiled code passed the CPU trial; torch computes models")
+        _write_cache(cache, {key: known[key]})
+    return known[key]
 
 
 def explain(choice: CpuChoice, flags: frozenset[str]) -> str:
@@ -133,19 +172,13 @@ def explain(choice: CpuChoice, flags: frozenset[str]) -> str:
     return "the CPU has no instructions for bfloat16"
 
 
-def read_cpu(path: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
-    """Return the model name and flags of the first CPU; empty if they are not reported."""
-    model = ""
-    flags: frozenset[str] = frozenset()
-    if not path.exists():
-        return model, flags
-    for line in path.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("model name", "CPU part") and not model:
-            model = value.strip()
-        elif name.strip() in ("flags", "Features") and not flags:
-            flags = frozenset(value.split())
-    return model, flags
+def explain_code(name: str) -> str:
+    """Return what a choice of compiled code means in a few words."""
+    limit = os.environ.get(machine.VARIABLE)
+    cause = f" ({machine.VARIABLE}={limit})" if limit else ""
+    if name == machine.OFF:
+        return f"none, torch computes models{cause}"
+    return f"{name}, which passed a trial{cause}"
 
 
 def _try_candidates(
@@ -157,18 +190,17 @@ def _try_candidates(
             continue
         if choice.isa and limited_by_user:
             continue
-        if _works(command(choice), choice):
+        if _works(command(choice), {ISA_VARIABLE: choice.isa} if choice.isa else {}):
             return choice
     logger.warning("no number format passed the CPU trial; using float32")
     return CpuChoice("float32")
 
 
-def _works(command: Sequence[str], choice: CpuChoice) -> bool:
-    environment = os.environ | ({ISA_VARIABLE: choice.isa} if choice.isa else {})
+def _works(command: Sequence[str], variables: dict[str, str]) -> bool:
     try:
         trial = subprocess.run(
             command,
-            env=environment,
+            env=os.environ | variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -182,12 +214,16 @@ def _works(command: Sequence[str], choice: CpuChoice) -> bool:
 def _cache_key(model: str, flags: frozenset[str]) -> str:
     parts = [model, " ".join(sorted(flags)), importlib.metadata.version("torch")]
     parts.append(os.environ.get(ISA_VARIABLE, ""))
+    return _hash(parts)
+
+
+def _hash(parts: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _read_cache(path: Path) -> dict[str, CpuChoice]:
+def _read_cache(path: Path, parse: Callable[..., Stored]) -> dict[str, Stored]:
     try:
-        return {key: CpuChoice(**value) for key, value in json.loads(path.read_text()).items()}
+        return {key: parse(value) for key, value in json.loads(path.read_text()).items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -195,8 +231,8 @@ def _read_cache(path: Path) -> dict[str, CpuChoice]:
         return {}
 
 
-def _write_cache(path: Path, choices: dict[str, CpuChoice]) -> None:
-    text = json.dumps({key: asdict(choice) for key, choice in choices.items()}, indent=1)
+def _write_cache(path: Path, values: Mapping[str, object]) -> None:
+    text = json.dumps(values, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")

@@ -87,7 +87,7 @@ class _Token:
 
 
 def parse_pbtxt(text: str) -> Message:
-    return _Parser(list(_tokens(text))).document()
+    return _Parser(_tokens(text)).document()
 
 
 def _tokens(text: str) -> Iterator[_Token]:
@@ -114,23 +114,21 @@ def _unreadable(rest: str) -> str:
 
 
 class _Parser:
-    def __init__(self, tokens: list[_Token]) -> None:
+    def __init__(self, tokens: Iterator[_Token]) -> None:
+        """`tokens` are read as they are needed: a mistake ends the work on a long file."""
         self.tokens = tokens
-        self.position = 0
+        self.next = next(tokens)
         self.depth = 0
-
-    @property
-    def next(self) -> _Token:
-        return self.tokens[self.position]
 
     def take(self) -> _Token:
         token = self.next
-        self.position += 1
+        if token.kind != "end":
+            self.next = next(self.tokens)
         return token
 
     def accept(self, *marks: str) -> bool:
         if self.next.kind == "mark" and self.next.text in marks:
-            self.position += 1
+            self.take()
             return True
         return False
 

@@ -158,6 +158,8 @@ class ModelBuilder:
 
     async def _load_engine(self, model: EngineModel, client: PooledEngine) -> ServedEngine:
         engine = await load_engine(model, client, self._chat, AdapterRegistry(model.adapter_folder))
+        if self._engines.frontends == 1:
+            return engine
         return replace(engine, outstanding_elsewhere=lambda: self._engines.count_elsewhere(client))
 
 

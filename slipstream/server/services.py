@@ -108,8 +108,8 @@ class Services:
         engines.on_change = self._watch_engines
         context = _context(options, self.loader, trace)
         self._memory = context.memory
-        http_metrics = self.metrics if options.http_metrics else None
-        app = create_app(self.registry, state, context, http_metrics)
+        shown = self.metrics if options.http_metrics else None
+        app = create_app(self.registry, state, context, shown, self.metrics)
         self._http = HttpServer(app, certificate=options.http_certificate)
         self._metrics = HttpServer(serve_metrics(self.metrics, state))
         self._grpc_options = GrpcOptions(**options.grpc_settings, share_port=frontends is not None)

@@ -114,7 +114,7 @@ def read_build_config(path: Path) -> dict[str, int]:
     """Return the limits of a `--build_config` file, at its top or under the key `build_config`."""
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(document, dict):
         raise SourceError(f"{path}: not a table of limits")

@@ -236,7 +236,7 @@ def _load_json(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise EngineFolderError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineFolderError(f"{path}: damaged: not JSON; {_REBUILD}") from error
     if not isinstance(config, dict):
         raise EngineFolderError(f"{path}: damaged: not a JSON object; {_REBUILD}")

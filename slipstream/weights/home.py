@@ -26,6 +26,11 @@ def slipstream_home() -> Path:
     return _folder("SLIPSTREAM_HOME", Path("~/.cache/slipstream"))
 
 
+def cpu_code_folder(home: Path) -> Path:
+    """Return where compiled code of CPUs is kept. home: from `slipstream_home`"""
+    return home / "cpu-code"
+
+
 def hugging_face_home() -> Path:
     return _folder("HF_HOME", Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
 

@@ -21,6 +21,7 @@ from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.weights.cache.locks import hold
 from slipstream.weights.engine_config import CONFIG_NAME
 from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.home import cpu_code_folder, slipstream_home
 from slipstream.weights.integrity import verify_weights
 from slipstream.weights.lora import read_adapter_folder
 from slipstream.weights.shards import rank_spec, rank_tensors
@@ -61,6 +62,7 @@ def start_engine(
             most_rows=folder.build.chosen("max_batch_size"),
             compiler=compiler,
             group=group,
+            code_folder=cpu_code_folder(slipstream_home()),
         )
     if mark is not None:
         loop.on_close = mark.close

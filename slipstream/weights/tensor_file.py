@@ -25,6 +25,7 @@ import numpy as np
 from slipstream.weights.parameters import ITEM_BYTES, TensorSlot
 
 _MAX_HEADER_BYTES = 100_000_000  # limit of the format
+_MAX_TENSORS = 262_144  # of one file; the largest models have fewer in all their files together
 # First bytes of the file that git checks out if git-lfs did not fetch the large file.
 _POINTER_START = b"version "
 # The first tensor starts at a cache line. With usual sizes, so do the others.
@@ -82,9 +83,11 @@ def read_header(path: Path) -> TensorHeader:
             raw = file.read(length)
     except OSError as error:
         raise TensorFileError(f"{path}: cannot be read: {error.strerror}") from error
+    if raw.count(b'"data_offsets"') > _MAX_TENSORS:
+        raise TensorFileError(f"{path}: its header has more than {_MAX_TENSORS} tensors")
     try:
         entries = json.loads(raw)
-    except ValueError as error:  # includes UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
         raise TensorFileError(f"{path}: not a safetensors file: its header is not JSON") from error
     if not isinstance(entries, dict):
         raise TensorFileError(f"{path}: not a safetensors file: its header is not a table")

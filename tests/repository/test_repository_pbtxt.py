@@ -130,6 +130,8 @@ def test_strings_are_unescaped(written: str, text: str) -> None:
         (r'a: "\9"', 1, r"unknown escape '\9'"),
         (r'a: "\xff"', 1, "a string is not UTF-8"),
         ("a {" * (MAX_DEPTH + 1), 1, f"more than {MAX_DEPTH} levels"),
+        # what follows a mistake is not read
+        ("a {" * (MAX_DEPTH + 9) + "@", 1, f"more than {MAX_DEPTH} levels"),
     ],
 )
 def test_errors_have_line_and_text(text: str, line: int, says: str) -> None:

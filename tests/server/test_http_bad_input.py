@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
 from slipstream.server.kserve.context import DEFAULT_HTTP_MAX_INPUT_BYTES as MAX_BODY_BYTES
 from slipstream.server.kserve.health import ServerState
+from slipstream.server.log.repeated import RepeatedWarning
 from slipstream.server.services import create_app
 
 GENERATE = "/v2/models/ensemble/generate"
@@ -80,6 +83,16 @@ TABLE = [
         "content-length",
         f"[request id: r7] {COUNTS} 0 inputs for model 'ensemble'. Got input(s) [], but missing required input(s) "
         "['text_input' or 'messages','max_tokens']. Please provide all required input(s).",
+    ),
+    refused(
+        "salt that is not UTF-8",
+        b'{"text_input":"a","max_tokens":1,"cache_salt":"\xff"}',
+        "cache_salt must be UTF-8 text",
+    ),
+    refused(
+        "adapter that is not UTF-8",
+        b'{"text_input":"a","max_tokens":1,"lora_name":"a\xff"}',
+        "lora_name must be UTF-8 text",
     ),
     refused(
         "missing field hidden by an optional one",
@@ -320,6 +333,32 @@ def test_a_body_of_very_many_chunks_closes_the_connection(stage: Stage) -> None:
         except (BrokenPipeError, ConnectionResetError):
             pass  # closed while we were still sending
     assert post(stage.port, GENERATE, fields()).status == 200
+
+
+def test_a_timeout_of_any_size_is_a_timeout(stage: Stage) -> None:
+    body = b'{"text_input":"a","max_tokens":1,"timeout":1' + b"0" * 400 + b"}"
+    assert post(stage.port, GENERATE, body).status == 200
+
+
+def test_many_malformed_requests_are_few_lines_of_the_log(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(50):
+        with Connection(stage.port) as connection:
+            connection.send(b"garbage\r\n\r\n")
+            assert connection.is_closed(20)
+    lines = [line for line in caplog.messages if "Invalid HTTP request" in line]
+    assert len(lines) < 10
+
+
+async def test_a_repeated_warning_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    warn = RepeatedWarning(logging.getLogger("test"), "it happened", 0.05)
+    for _ in range(4):
+        warn()
+    async with asyncio.timeout(20):
+        while len(caplog.messages) < 2:
+            await asyncio.sleep(0.01)
+    assert caplog.messages == ["it happened", "it happened (3 more in 0.05 s)"]
 
 
 def test_bad_requests_do_not_reach_the_engine(stage: Stage) -> None:

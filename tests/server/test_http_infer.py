@@ -26,6 +26,7 @@ from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models import batches
 from slipstream.server.models.batches import join, split
 from slipstream.server.models.generating import EngineBackedModel
+from slipstream.server.models.queue_size import default_queue_size
 from slipstream.server.services import create_app, create_context
 
 MAX_BYTES = 1 << 16
@@ -229,6 +230,35 @@ def test_a_full_queue_refuses_requests_with_tritons_text(start: Start) -> None:
     server.engine.outstanding = rows
     several = {"parameters": {"num_return_sequences": 3}}
     assert server.infer("llama", ["a"], [1], several).status == 503  # each of the two would wait
+
+
+def test_a_queue_without_a_configured_size_is_bounded(start: Start) -> None:
+    server = start()
+    info = server.engine.info
+    assert info is not None
+    most = default_queue_size(info.max_rows, info.max_sequence_tokens)
+    assert most >= info.max_rows
+    server.engine.outstanding = info.max_rows + most - 1
+    assert server.infer("llama", ["a"], [1]).status == 200
+    server.engine.outstanding = info.max_rows + most
+    answer = server.infer("llama", ["a"], [1], {"id": "late"})
+    assert (answer.status, answer.header("retry-after")) == (503, "1")
+    assert json.loads(answer.body) == {"error": "[request id: late] Exceeds maximum queue size"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "gigabytes", "most"),
+    [
+        (64, 2048, 64, 4096),  # a burst fits
+        (1024, 8192, 1024, 65536),  # 64 times the rows
+        (256, 131072, 8, 101),  # an eighth of the memory
+        (256, 131072, 1, 256),  # never less than the rows
+    ],
+)
+def test_the_queue_is_bounded_by_rows_and_memory(
+    rows: int, tokens: int, gigabytes: int, most: int
+) -> None:
+    assert default_queue_size(rows, tokens, gigabytes << 30) == max(rows, most)
 
 
 @pytest.mark.parametrize("level", [2**33, 2**63 - 1])

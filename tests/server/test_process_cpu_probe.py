@@ -8,7 +8,9 @@ import pytest
 
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
-from slipstream.engine_worker.cpu_probe import CpuChoice, choose
+from slipstream.engine_worker.cpu_probe import CpuChoice, choose, choose_code
+from slipstream.kernels.cpu import machine
+from slipstream.kernels.cpu.compiler.levels import LEVELS
 
 NATIVE = ("Some CPU", frozenset({"avx512f", "avx512_bf16"}))
 PLAIN = ("Some CPU", frozenset({"avx2"}))
@@ -95,14 +97,20 @@ def test_the_settings_win_over_the_trial(monkeypatch):
     monkeypatch.setattr(
         cpu_probe, "choose", lambda: pytest.fail("ran a trial although the format was set")
     )
-    for settings in (EngineSettings(dtype="float32"), EngineSettings(device="cuda")):
+    monkeypatch.setattr(
+        cpu_probe, "choose_code", lambda: pytest.fail("ran a trial although the code was set")
+    )
+    own = EngineSettings(device="cpu", dtype="float32", cpu_code="off")
+    for settings in (own, EngineSettings(device="cuda")):
         assert cpu_probe.prepare(settings) == settings
 
 
 def test_the_choice_reaches_the_settings_and_the_environment(monkeypatch):
     monkeypatch.setattr(cpu_probe, "choose", lambda: CpuChoice("bfloat16", "AVX512_CORE_BF16"))
+    monkeypatch.setattr(cpu_probe, "choose_code", lambda: "avx2")
     monkeypatch.setenv(cpu_probe.ISA_VARIABLE, "")
-    assert cpu_probe.prepare(EngineSettings(device="cpu")).dtype == "bfloat16"
+    prepared = cpu_probe.prepare(EngineSettings(device="cpu"))
+    assert (prepared.dtype, prepared.cpu_code) == ("bfloat16", "avx2")
     assert os.environ[cpu_probe.ISA_VARIABLE] == "AVX512_CORE_BF16"
 
 
@@ -113,4 +121,56 @@ def test_the_real_trial_passes_in_float32(tmp_path):
 def test_model_and_flags_are_read_from_the_first_processor(tmp_path):
     file = tmp_path / "cpuinfo"
     file.write_text("model name\t: A\nflags\t\t: fpu avx2\n\nmodel name\t: B\nflags\t\t: none\n")
-    assert cpu_probe.read_cpu(file) == ("A", frozenset({"fpu", "avx2"}))
+    assert machine.read_cpu(file) == ("A", frozenset({"fpu", "avx2"}))
+
+
+class CodeTrials:
+    """As `Trials`, for instruction levels."""
+
+    def __init__(self, *working):
+        self.working = working
+        self.tried = []
+
+    def __call__(self, level, home):
+        self.tried.append(level.name)
+        return ["true"] if level.name in self.working else ["false"]
+
+
+@pytest.fixture
+def x86(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.delenv(machine.VARIABLE, raising=False)
+    return "Some CPU", LEVELS[0].flags
+
+
+def test_the_best_code_that_works_is_chosen_and_remembered(tmp_path, x86):
+    trials = CodeTrials("avx2")
+    assert choose_code(trials, x86, tmp_path) == "avx2"
+    assert trials.tried == ["avx512-bf16", "avx512", "avx2"]
+    assert choose_code(trials, x86, tmp_path) == "avx2"
+    assert len(trials.tried) == 3
+
+
+def test_without_code_that_works_torch_computes(tmp_path, x86, capfd):
+    assert choose_code(CodeTrials(), x86, tmp_path) == "off"
+    assert "no compiled code passed" in capfd.readouterr().err
+    trials = CodeTrials("avx2")
+    assert choose_code(trials, ("Some CPU", frozenset({"sse2"})), tmp_path) == "off"
+    assert trials.tried == []
+
+
+def test_the_variable_limits_the_trials(tmp_path, x86, monkeypatch):
+    monkeypatch.setenv(machine.VARIABLE, "avx512")
+    trials = CodeTrials("avx512-bf16", "avx512", "avx2")
+    assert choose_code(trials, x86, tmp_path) == "avx512"
+    assert trials.tried == ["avx512"]
+    monkeypatch.setenv(machine.VARIABLE, "off")
+    assert choose_code(trials, x86, tmp_path) == "off"
+
+
+def test_the_real_code_trial_passes_and_keeps_the_code(tmp_path, monkeypatch):
+    monkeypatch.delenv(machine.VARIABLE, raising=False)
+    level = choose_code(home=tmp_path)
+    kept = sorted(path.name for path in (tmp_path / "cpu-code").iterdir())
+    assert kept[0].startswith(level + "-")
+    assert kept[1:] == ["trials.json"]

@@ -16,8 +16,8 @@ from submit import submit
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.client import EngineClient, EngineStartFailed, Supervision
 from slipstream.server.engine_link.engine import EngineUnavailable
+from slipstream.server.engine_link.link import SILENT_SECONDS, Silence
 from slipstream.server.engine_link.pool import EnginePool
-from slipstream.server.engine_link.silence import SILENT_SECONDS, Silence
 from slipstream.server.metrics.server_metrics import ServerMetrics
 
 COMMAND = (sys.executable, str(Path(scripted.__file__)))

@@ -68,9 +68,12 @@ def running(folder: Path, template: str = TEMPLATE) -> Iterator[Serving]:
         {"tensorrt_llm": generator},
         adapter_folder=folder / "adapters",
     )
-    registry.wrap(ServerMetrics().count)
+    metrics = ServerMetrics()
+    registry.wrap(metrics.count)
+    metrics.watch_engine("tensorrt_llm", engine)
     state = ServerState([engine])
-    with RunningServer(create_app(registry, state, create_context())) as server:
+    app = create_app(registry, state, create_context(), dashboard=metrics)
+    with RunningServer(app) as server:
         client = sdk(server.port)
         yield Serving(
             server.port, client, engine, generator, registry, state, folder / "hf", merged

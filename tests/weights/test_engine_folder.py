@@ -160,6 +160,7 @@ def test_an_unusable_config_is_refused_in_one_line(engine: Path, change: Any, me
     ("content", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 50_000, "not JSON"),
         ("[]", "not a JSON object"),
         ('{"architectures": ["X"]}', "Hugging Face model"),
         ('{"architecture": "X"}', "a checkpoint"),

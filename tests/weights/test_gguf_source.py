@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,18 @@ def test_files_that_are_cut_short_are_refused(
     path = tmp_path / "cut.gguf"
     path.write_bytes(small_file.read_bytes()[:keep])
     with pytest.raises(SourceError, match=message):
+        GgufSource(path, "gguf")
+
+
+def test_arrays_of_arrays_without_end_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.gguf"
+    array, one = struct.pack("<I", 9), struct.pack("<Q", 1)
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + one + b"k"
+    path.write_bytes(header + array + (array + one) * 50_000)
+    with pytest.raises(SourceError, match="damaged in its header"):
+        GgufSource(path, "gguf")
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0))
+    with pytest.raises(SourceError, match="its header has 1152921504606846976 tensors"):
         GgufSource(path, "gguf")
 
 

@@ -95,6 +95,9 @@ def _entry(**change: object) -> bytes:
         (_entry(dtype="F4"), "has type F4"),
         ((2).to_bytes(8, "little") + b"[]", "not a table"),
         ((4).to_bytes(8, "little") + b"\xff\xfe{}", "not JSON"),
+        ((90_000).to_bytes(8, "little") + b"[" * 90_000, "not JSON"),
+        # counted before it is parsed
+        ((5_000_000).to_bytes(8, "little") + b'"data_offsets"[    ' * 300_000, "more than 262144"),
     ],
 )
 def test_damaged_files_are_refused_with_the_reason(

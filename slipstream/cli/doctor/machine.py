@@ -18,6 +18,7 @@ from typing import Any
 from slipstream.cli.doctor.report import Finding, Section
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
+from slipstream.kernels.cpu.machine import read_cpu
 from slipstream.server.engine_link.child import child_environment
 from slipstream.server.metrics.machine import memory, nvidia_driver
 from slipstream.version import VERSION
@@ -122,7 +123,7 @@ def system() -> Section:
 
 
 def processor(torch: TorchReport) -> Section:
-    model, flags = cpu_probe.read_cpu()
+    model, flags = read_cpu()
     usable = len(os.sched_getaffinity(0))
     found = memory()
     free = found["MemAvailable"]
@@ -136,6 +137,7 @@ def processor(torch: TorchReport) -> Section:
     if not torch.failure:
         choice = cpu_probe.choose(cpu=(model, flags))
         facts["computes in"] = f"{choice.dtype}: {cpu_probe.explain(choice, flags)}"
+        facts["compiled code"] = cpu_probe.explain_code(cpu_probe.choose_code(cpu=(model, flags)))
     findings = []
     if free < _LITTLE_MEMORY:
         remedy = "end other programs, or take a smaller model"

@@ -28,23 +28,24 @@ from pathlib import Path
 
 from slipstream.engine.messages import (
     FRONTEND_SHIFT,
+    RECENT_STEPS,
     Cancel,
     EngineInfo,
     EngineStats,
     Shutdown,
     StatsPeriod,
     StepOutputs,
+    StepRecord,
 )
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
 from slipstream.server.engine_link.cluster.leader import RankHosts
 from slipstream.server.engine_link.engine import Engine, EngineUnavailable
-from slipstream.server.engine_link.link import EngineFailed, FromEngine, ServerEnd
+from slipstream.server.engine_link.link import EngineFailed, FromEngine, ServerEnd, Silence
 from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
 from slipstream.server.engine_link.past_totals import PastTotals
 from slipstream.server.engine_link.serve import STATS_SECONDS
-from slipstream.server.engine_link.silence import Silence
 from slipstream.server.log.output import HANDLER
 
 logger = logging.getLogger(__name__)
@@ -163,6 +164,7 @@ class EngineClient:
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._verbose = False  # the process sends its statistics after each step
         self._process_stats = EngineStats()  # latest statistics of the current process
+        self.last_steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self._past = PastTotals()
         self._engine_folder = str(engine_folder)
         self._settings = settings
@@ -346,6 +348,7 @@ class EngineClient:
         elif isinstance(message, EngineStats):
             stepped = message.steps != self._process_stats.steps
             self._process_stats = message
+            self.last_steps.extend(message.recent_steps)
             self._follow_log_level()
             if stepped and self._verbose and self.on_stats is not None:
                 self.on_stats()

@@ -9,10 +9,19 @@ from __future__ import annotations
 import math
 import queue
 import threading
+from collections import deque
 import traceback
 from collections.abc import Callable
 
-from slipstream.engine.messages import Cancel, EngineInfo, EngineStats, Shutdown, StepOutputs
+from slipstream.engine.messages import (
+    RECENT_STEPS,
+    Cancel,
+    EngineInfo,
+    EngineStats,
+    Shutdown,
+    StepOutputs,
+    StepRecord,
+)
 from slipstream.engine.request import GenerateRequest
 from slipstream.server.engine_link.engine import EngineUnavailable
 from slipstream.server.engine_link.link import FromEngine, ToLoop
@@ -24,6 +33,7 @@ class InProcessEngine:
     def __init__(self, loop: Loop) -> None:
         self.info: EngineInfo | None = loop.info
         self.stats = loop.stats()
+        self.last_steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self.on_stats: Callable[[], None] | None = None
         self.failure: str | None = None
         self._mailboxes = Mailboxes()
@@ -112,6 +122,7 @@ class _QueueLink:
             self._engine.hand_over(message)
         elif isinstance(message, EngineStats):
             self._engine.stats = message
+            self._engine.last_steps.extend(message.recent_steps)
             if self._engine.on_stats is not None:
                 self._engine.on_stats()
 

@@ -157,7 +157,10 @@ def _parameter_tensor(name: str, datatype: str, value: Any) -> Tensor:
         raise InferenceError(f"{name} must be of type {datatype}, got {value!r}")
     # Wide types keep the number as it was sent, so that an error can quote it.
     wide = {"INT32": "INT64", "FP32": "FP64"}.get(datatype, datatype)
-    item = value.encode() if isinstance(value, str) else value
+    try:
+        item = value.encode() if isinstance(value, str) else value
+    except UnicodeEncodeError:  # other texts would become equal if they were replaced
+        raise InferenceError(f"{name} must be UTF-8 text") from None
     try:
         return Tensor.from_values(name, wide, (1, 1), [item])
     except OverflowError:

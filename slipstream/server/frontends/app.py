@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.server.anthropic.routes import AnthropicRoutes
+from slipstream.server.http.dashboard import Dashboard
 from slipstream.server.http.health_probes import HealthProbes
 from slipstream.server.http.routes import HttpRoutes
 from slipstream.server.http.server_info import ServerInfo
@@ -26,11 +27,12 @@ def create_app(
     state: ServerState,
     context: ServerContext | None = None,
     metrics: ServerMetrics | None = None,
+    dashboard: ServerMetrics | None = None,
 ) -> HttpRoutes:
     """Return the handler of the HTTP port, with Triton's, OpenAI's and Anthropic's routes.
 
     Without a context the models are fixed and no key is needed. `metrics`: those that the HTTP port
-    serves.
+    serves at `/metrics`. `dashboard`: those of the page.
     """
     context = context or create_context()
     anthropic = AnthropicRoutes(registry, state, context)
@@ -38,4 +40,6 @@ def create_app(
     probes = HealthProbes(registry, state)
     info = ServerInfo(state, metrics)
     groups = [anthropic.group(), openai.group(), probes.group(), info.group()]
+    if dashboard is not None:
+        groups.append(Dashboard(dashboard).group())
     return HttpRoutes(registry, state, context, groups)

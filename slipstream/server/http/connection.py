@@ -22,6 +22,7 @@ from typing import Protocol, cast
 import httptools
 
 from slipstream.server.http.exchange import TEXT, Exchange, Handler
+from slipstream.server.log.repeated import RepeatedWarning
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,10 @@ class ConnectionSet:
 
     connections: set[HttpConnection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    # called for each request that is not HTTP
+    warn_of_invalid: Callable[[], None] = field(
+        default_factory=lambda: RepeatedWarning(logger, "Invalid HTTP request received.")
+    )
     _unsent: list[HttpConnection] = field(default_factory=list)  # those with data to send
 
     def flush_later(self, connection: HttpConnection) -> None:
@@ -167,7 +172,7 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            logger.warning("Invalid HTTP request received.")
+            self._members.warn_of_invalid()
             self.close()
             return
         if self._head_bytes > self._limits.head_bytes:

@@ -1,7 +1,8 @@
 """The pages for a browser, and the OpenAPI document that one of them shows.
 
-`/` is a chat and `/docs` lists the routes. Each page is one file that fetches only from its own
-server; its headers tell a browser to enforce that.
+`/` is the page for people: chat, comparison, dashboard. Its files are in `page/`. `/docs` lists the
+routes, in one file. Both fetch only from their own server, and their headers tell a browser to
+enforce that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from importlib import resources
+from pathlib import PurePosixPath
 from typing import Any
 
 from slipstream.server.fields.values import MESSAGES
@@ -19,14 +21,26 @@ from slipstream.server.http.exchange import Exchange
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.version import VERSION
 
-PAGES = {"/": "chat.html", "/docs": "docs.html"}
-_HTML = b"text/html; charset=utf-8"
+_FOLDER = resources.files("slipstream.server.http")
+_PAGE_FOLDER = "page"
+_CONTENT_TYPES = {
+    ".html": b"text/html; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+}
+# by path: the file
+PAGES = {"/": f"{_PAGE_FOLDER}/index.html", "/docs": "docs.html"} | {
+    f"/{_PAGE_FOLDER}/{file.name}": f"{_PAGE_FOLDER}/{file.name}"
+    for file in _FOLDER.joinpath(_PAGE_FOLDER).iterdir()
+    if file.name.endswith((".js", ".css"))
+}
 
 
 def read_page(file: str) -> Callable[[Exchange, Mapping[str, str]], Awaitable[None]]:
-    """Return the handler of a page's route."""
-    text = resources.files("slipstream.server.http").joinpath(file).read_text("utf-8")
+    """Return the handler of a page's route, or of the route of one of its files."""
+    text = _FOLDER.joinpath(file).read_text("utf-8")
     body = text.encode()
+    content_type = _CONTENT_TYPES[PurePosixPath(file).suffix]
     headers = (
         (b"content-security-policy", _content_security_policy(text).encode()),
         (b"x-content-type-options", b"nosniff"),
@@ -35,19 +49,22 @@ def read_page(file: str) -> Callable[[Exchange, Mapping[str, str]], Awaitable[No
     )
 
     async def send_page(exchange: Exchange, parameters: Mapping[str, str]) -> None:
-        await exchange.respond(200, body, _HTML, headers)
+        await exchange.respond(200, body, content_type, headers)
 
     return send_page
 
 
 def _content_security_policy(text: str) -> str:
-    """Allow only the page's own scripts and styles, by their hashes, and forbid frames."""
-    scripts = _hash_elements(text, "script")
-    styles = _hash_elements(text, "style")
+    """Allow the page's own scripts and styles, and forbid frames and text that is read as HTML.
+
+    Scripts and styles within the page are allowed by their hashes, else files of this server.
+    """
+    scripts = _hash_elements(text, "script") or "'self'"
+    styles = _hash_elements(text, "style") or "'self'"
     return (
         f"default-src 'none'; script-src {scripts}; style-src {styles}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
+        "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
 
 

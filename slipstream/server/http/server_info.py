@@ -18,7 +18,7 @@ from slipstream.version import VERSION
 METRICS = "/metrics"
 LIVE = "/v2/health/live"
 READY = "/v2/health/ready"
-_METRICS_TYPE = b"text/plain; charset=utf-8"
+METRICS_TYPE = b"text/plain; charset=utf-8"
 
 
 class ServerInfo:
@@ -46,7 +46,7 @@ class ServerInfo:
     async def _answer_metrics(self, exchange: Exchange, parameters: Parameters) -> None:
         assert self._metrics is not None
         await self._metrics.collect()
-        await exchange.respond(200, self._metrics.render().encode(), _METRICS_TYPE)
+        await exchange.respond(200, self._metrics.render().encode(), METRICS_TYPE)
 
     def _describe(self) -> dict[str, Any]:
         paths = {
@@ -77,6 +77,6 @@ def serve_metrics(metrics: ServerMetrics, state: ServerState) -> Handler:
         if exchange.path == METRICS:
             await metrics.collect()
             body = metrics.render().encode()
-        await exchange.respond(200, body, _METRICS_TYPE)
+        await exchange.respond(200, body, METRICS_TYPE)
 
     return answer

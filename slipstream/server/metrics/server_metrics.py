@@ -28,6 +28,7 @@ from slipstream.server.metrics.statistics import (
     Histogram,
     ModelCounters,
 )
+from slipstream.server.metrics.step_timeline import describe_steps
 from slipstream.server.metrics.summaries import Summaries
 
 __all__ = ["CountedModel", "ModelCounters", "ServerMetrics"]
@@ -215,6 +216,10 @@ class ServerMetrics:
         for key, pending in self._pending.pop(frontend, {}).items():
             if key in self._models:
                 self._models[key].pending -= pending
+
+    def describe_steps(self, started_us: int) -> dict[str, Any]:
+        """Return the last steps of the engines that started after `started_us`, as JSON."""
+        return describe_steps(self._engines, started_us)
 
     def watch_span_export(self, counters: SpanCounters) -> None:
         self.add_source(lambda: _span_families(counters))

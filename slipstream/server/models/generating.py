@@ -62,6 +62,7 @@ from slipstream.server.models.generation_outputs import (
     side_outputs,
     stack_sequences,
 )
+from slipstream.server.models.queue_size import default_queue_size
 from slipstream.server.text.chat import DEFAULT_CHAT, ChatOptions
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.pipeline import PromptError, TextGenerator
@@ -71,6 +72,7 @@ TIMED_OUT = "Request timeout expired"
 # priority level of requests without one, where the configuration has no default
 DEFAULT_LEVEL = 2
 LOWEST_LEVEL = 2**32 - 1  # levels beyond it are equal to it
+_LONGEST_TIMEOUT = 2**63 - 1  # microseconds; Triton's field has 64 bits
 
 
 class Generates(Protocol):
@@ -105,11 +107,13 @@ class Scheduling(NamedTuple):
 
 
 def check_queue(request: InferRequest, count: int, engine: ServedEngine) -> None:
-    """Refuse a request of `count` sequences that would make the queue longer than configured."""
-    most = engine.model.queue_policy.max_queue_size
+    """Refuse a request of `count` sequences that would make the queue too long."""
     info = engine.generator.client.info
-    if not most or info is None:
+    if info is None:
         return
+    most = engine.model.queue_policy.max_queue_size
+    if not most:
+        most = default_queue_size(info.max_rows, info.max_sequence_tokens)
     outstanding = engine.generator.client.outstanding + engine.outstanding_elsewhere()
     waiting = max(0, outstanding - info.max_rows)
     if waiting + count > most and outstanding + count > info.max_rows:
@@ -122,7 +126,7 @@ def read_scheduling(request: InferRequest, model: EngineModel) -> Scheduling:
     A client's timeout bounds its whole request. The policy's default bounds requests without one.
     """
     given = _whole_number(request, "timeout", request.timeout_microseconds)
-    microseconds = _timeout(model.queue_policy, given)
+    microseconds = min(_timeout(model.queue_policy, given), _LONGEST_TIMEOUT)
     deadline = time.monotonic() + microseconds / 1e6 if microseconds else None
     level = priority_level(
         _whole_number(request, "priority", request.priority),

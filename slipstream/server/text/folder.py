@@ -89,7 +89,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+    except (ValueError, RecursionError) as problem:
         raise TokenizerError(f"{path} is not valid JSON: {problem}") from problem
     if not isinstance(content, dict):
         raise TokenizerError(f"{path} must hold a JSON object, not a {type(content).__name__}")

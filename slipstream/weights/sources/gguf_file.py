@@ -35,6 +35,8 @@ _SCALARS = {
 _STRING = 8
 _ARRAY = 9
 _MAX_DIMENSIONS = 4
+_MAX_DEPTH = 4  # of arrays of arrays in the metadata
+_MAX_TENSORS = 262_144
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ def _parse(path: Path, data: mmap.mmap, cursor: _Cursor) -> GgufFile:
         )
     tensor_count = cursor.number("<Q")
     entry_count = cursor.number("<Q")
+    if tensor_count > _MAX_TENSORS:
+        raise SourceError(f"{path}: damaged: its header has {tensor_count} tensors")
     metadata = {}
     for _ in range(entry_count):
         key = cursor.string()
@@ -177,18 +181,20 @@ class _Cursor:
         self.position = end
         return text
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
             return self._numbers(kind, 1)[0].item()
+        if depth == _MAX_DEPTH:
+            raise ValueError("arrays are nested too deeply")
         kind = self.number("<I")
         count = self.number("<Q")
         if count > len(self._data):
             raise IndexError("array beyond the end")
         if kind in _SCALARS:
             return self._numbers(kind, count)
-        return [self.value(kind) for _ in range(count)]
+        return [self.value(kind, depth + 1) for _ in range(count)]
 
     def _numbers(self, kind: int, count: int) -> np.ndarray:
         form = np.dtype(_SCALARS[kind]) if kind in _SCALARS else None

@@ -109,7 +109,7 @@ def read_json(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: damaged: not JSON") from error
     if not isinstance(document, dict):
         raise SourceError(f"{path}: damaged: not a JSON object")

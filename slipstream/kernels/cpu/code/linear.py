@@ -1,0 +1,160 @@
+"""Code of linear layers: tiles of up to 12 rows and 32 outputs, and what happens to their results.
+
+An output is one chain of additions in the order of the inputs, however many rows a tile has. So a
+token's result does not depend on the other tokens of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.kernels.cpu.code.body import Body
+from slipstream.kernels.cpu.compiler import vectors as v
+from slipstream.kernels.cpu.compiler.function import Function, Module, Variable
+from slipstream.kernels.cpu.compiler.levels import Level
+from slipstream.kernels.cpu.compiler.values import F32, I32, I64, LANES, VF32, VI32, Value
+from slipstream.kernels.cpu.layout import BLOCK
+from slipstream.kernels.cpu.operations import (
+    ACTIVATIONS,
+    Context,
+    Epilogue,
+    Format,
+    Linear,
+    Thread,
+    WeightFormat,
+)
+
+_HALVES = (0, 1)  # vectors of a block's outputs
+
+
+def most_rows(kind: WeightFormat, level: Level) -> int:
+    """Return the rows of a tile whose accumulators fit the registers."""
+    registers = level.registers * level.vector_bits // (LANES * 32)  # of 16 lanes
+    if registers >= 32:
+        return 4 if kind in (WeightFormat.INT8, WeightFormat.INT4) else 12
+    return max(1, (registers - 2) // 2)
+
+
+def tile(module: Module, kind: WeightFormat, rows: int) -> Function:
+    """Return the function (weights, x, x_stride, target, inputs) that computes [rows, 32]."""
+    f = module.function(f"tile_{kind.name.lower()}_{rows}", 5)
+    _, _, _, target, _ = f.parameters
+    totals = f.accumulators(rows, len(_HALVES))
+    if kind is WeightFormat.F32:
+        _float_inputs(f, totals)
+    else:
+        _bf16_inputs(f, totals)
+    for row, halves in enumerate(totals):
+        for half, total in enumerate(halves):
+            f.store(total.get(), target + (row * 128 + half * 64))
+    return f
+
+
+def _float_inputs(f: Function, totals: Sequence[Sequence[Variable]]) -> None:
+    weights, x, x_stride, _, inputs = f.parameters
+    rows = [x + x_stride * row for row in range(len(totals))]
+    with f.range(0, inputs) as i:
+        place = weights + i * (4 * BLOCK)
+        loaded = [f.load(VF32, place + 64 * half, 64) for half in _HALVES]
+        for row, halves in zip(rows, totals, strict=True):
+            value = v.splat(f, f.load(F32, row + i * 4, 4))
+            for weight, total in zip(loaded, halves, strict=True):
+                total.set(v.fma(f, weight, value, total.get()))
+
+
+def _bf16_inputs(f: Function, totals: Sequence[Sequence[Variable]]) -> None:
+    weights, x, x_stride, _, inputs = f.parameters
+    rows = [x + x_stride * row for row in range(len(totals))]
+    with f.range(0, inputs // 2) as pair:
+        place = weights + pair * (4 * BLOCK)
+        loaded = [f.load(VI32, place + 64 * half, 64) for half in _HALVES]
+        for row, halves in zip(rows, totals, strict=True):
+            value = v.splat(f, f.load(I32, row + pair * 4, 4))
+            for weight, total in zip(loaded, halves, strict=True):
+                total.set(v.dot_bf16(f, total.get(), weight, value))
+
+
+def linear(module: Module) -> Function:
+    formats = (WeightFormat.F32, WeightFormat.BF16)
+    most = {kind: most_rows(kind, module.level) for kind in formats}
+    tiles = [
+        (kind * 16 + rows, tile(module, kind, rows))
+        for kind in formats
+        for rows in range(1, most[kind] + 1)
+    ]
+    finish = _epilogue(module)
+    body = Body(module, Linear)
+    f = body.f
+    kind = body["weight_format"]
+    limit = f.variable(I64, most[formats[0]])
+    for other in formats[1:]:
+        with f.when(kind.equals(int(other))):
+            limit.set(most[other])
+    rows = body.rows()
+    parts = (rows + limit.get() - 1) // limit.get()
+    each = (rows + parts - 1) // f.most(parts, 1)
+    x_stride = body["x_stride"]
+    inputs = body["inputs"]
+    x = body.own_buffer("x", "x_own")
+    result = body.own(Thread.TILE)
+    with body.units(f.select(rows > 0, body["blocks"], 0)) as block:
+        weights = body["weights"] + block * body["block_bytes"]
+        with f.range(0, rows, each) as first:
+            count = f.least(each, rows - first)
+            place = x + first * x_stride
+            f.choose(kind * 16 + count, tiles, weights, place, x_stride, result, inputs)
+            with f.range(0, count) as row:
+                f.call(finish, body.record, body.context, block, first + row, result + row * 128)
+    return f
+
+
+def _epilogue(module: Module) -> Function:
+    """Return the function (record, context, block, row, result) that stores a row's 32 results."""
+    body = Body(module, Linear, "linear_epilogue", 5)
+    f = body.f
+    body.record, body.context, block, row, result = f.parameters
+    halves = [f.variable(VF32, f.load(VF32, result + 64 * half)) for half in _HALVES]
+    bias = body["bias"]
+    with f.when(bias.differs(0)):
+        for half, value in enumerate(halves):
+            value.add(f.load(VF32, bias + block * (4 * BLOCK) + 64 * half))
+    base = f.variable(I64, body["target"])
+    with f.when(base.get().equals(0)):
+        base.set(body.step(Context.LOGIT_TARGET))
+    target = base.get() + row * body["target_stride"]
+    epilogue = body["epilogue"]
+    with f.when(epilogue.equals(int(Epilogue.STORE))):
+        for half, value in enumerate(halves):
+            f.store(value.get(), target + block * 128 + 64 * half)
+    with f.when(epilogue.equals(int(Epilogue.ADD))):
+        for half, value in enumerate(halves):
+            place = target + block * 128 + 64 * half
+            f.store(f.load(VF32, place) + value.get(), place)
+    with f.when(epilogue.equals(int(Epilogue.GATE))):
+        gated = _activated(body, halves[0].get()) * halves[1].get()
+        _store_format(body, gated, target, block * LANES)
+    with f.when(epilogue.equals(int(Epilogue.ACTIVATE))):
+        for half, value in enumerate(halves):
+            place = block * BLOCK + LANES * half
+            _store_format(body, _activated(body, value.get()), target, place)
+    with f.when(epilogue.equals(int(Epilogue.SPLIT))):
+        f.store(halves[0].get(), target + block * 64)
+        f.store(halves[1].get(), body["second"] + row * body["target_stride"] + block * 64)
+    return f
+
+
+def _activated(body: Body, x: Value) -> Value:
+    f = body.f
+    found = f.variable(VF32, 0.0)
+    for number, name in enumerate(ACTIVATIONS):
+        with f.when(body["activation"].equals(number)):
+            found.set(v.activate(f, name, x))
+    return found.get()
+
+
+def _store_format(body: Body, value: Value, target: Value, element: Value) -> None:
+    f = body.f
+    with f.when(body["format"].equals(int(Format.F32))) as branch:
+        f.store(value, target + element * 4)
+    with branch.otherwise():
+        v.store_bf16(f, value, target + element * 2)

@@ -1,0 +1,245 @@
+"""Code of the operations on rows: embeddings, norms, formats, the likeliest token."""
+
+from __future__ import annotations
+
+from slipstream.kernels.cpu.code.body import Body
+from slipstream.kernels.cpu.compiler import vectors as v
+from slipstream.kernels.cpu.compiler.function import Function, Module
+from slipstream.kernels.cpu.compiler.values import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    VF32,
+    VI32,
+    Value,
+    vector,
+)
+from slipstream.kernels.cpu.layout import BLOCK, GROUP, PART_FLOATS, SINGLE_PARTS
+from slipstream.kernels.cpu.operations import (
+    Context,
+    Copy,
+    Embed,
+    Format,
+    Likeliest,
+    Merge,
+    Norm,
+    Softcap,
+    Thread,
+    WeightFormat,
+)
+
+MINUS_INFINITY = float("-inf")
+
+
+def write_row(module: Module) -> Function:
+    """Return the function (source, target, format, width) that writes a float32 row."""
+    f = module.function("write_row", 4)
+    source, target, kind, width = f.parameters
+    with f.when(kind.equals(int(Format.F32))) as branch:
+        with f.range(0, width, LANES) as i:
+            f.store(f.load(VF32, source + i * 4), target + i * 4)
+    with branch.otherwise():
+        with f.when(kind.equals(int(Format.BF16))) as narrow:
+            with f.range(0, width, LANES) as i:
+                v.store_bf16(f, f.load(VF32, source + i * 4), target + i * 2)
+        with narrow.otherwise():
+            _quantise(f, source, target, width)
+    return f
+
+
+def _quantise(f: Function, source: Value, target: Value, width: Value) -> None:
+    """Write a row as Format.INT8."""
+    groups = width // GROUP
+    with f.range(0, groups) as group:
+        parts = [f.load(VF32, source + group * (4 * GROUP) + 64 * half) for half in (0, 1)]
+        top = v.horizontal_max(f, v.maximum(f, *(v.absolute(f, part) for part in parts)))
+        scale = top / 127.0
+        inverse = f.select(top > 0.0, 127.0 / top, top.like(0.0))
+        factor = v.splat(f, inverse)
+        rounded = [f.intrinsic(VF32, "llvm.rint.v16f32", part * factor).to(VI32) for part in parts]
+        for half, numbers in enumerate(rounded):
+            f.store(numbers.to(vector(I8)), target + group * GROUP + LANES * half)
+        name = "llvm.vector.reduce.add.v16i32"
+        total = f.intrinsic(I32, name, rounded[0] + rounded[1])
+        place = target + width + group * 4
+        f.store(scale, place)
+        f.store(scale * total.to(F32), place + groups * 4)
+        f.store(total * -128, place + groups * 8)
+
+
+def embed(module: Module) -> Function:
+    body = Body(module, Embed)
+    f = body.f
+    size = body["size"]
+    is_bf16 = body["table_format"].equals(int(WeightFormat.BF16))
+    with body.units(body.rows()) as row:
+        target = body["target"] + row * body["target_stride"]
+        token = f.load(I64, body.step(Context.TOKEN_IDS) + row * 8, 8)
+        place = body["table"] + token // BLOCK * body["block_bytes"] + token % BLOCK * 4
+        with f.when(is_bf16) as branch:
+            with f.range(0, (size + 1) // 2) as i:
+                pair = f.load(I32, place + i * (4 * BLOCK), 4)
+                f.store((pair << 16).bits(F32), target + i * 8)
+                f.store((pair & -65536).bits(F32), target + i * 8 + 4)
+        with branch.otherwise():
+            with f.range(0, size) as i:
+                f.store(f.load(F32, place + i * (4 * BLOCK), 4), target + i * 4)
+        given = body.step(Context.EMBEDDINGS)
+        with f.when(given.differs(0)):
+            source = f.load(I64, given + row * 8, 8)
+            with f.when(source.differs(0)):
+                with f.range(0, size) as i:
+                    f.store(f.load(F32, source + i * 4, 4), target + i * 4)
+        scale = v.splat(f, body["scale"])
+        with f.range(0, size, LANES) as i:
+            f.store(f.load(VF32, target + i * 4) * scale, target + i * 4)
+        with f.when(body["positions"].differs(0)):
+            position = f.load(I64, body.step(Context.POSITIONS) + row * 8, 8)
+            learned = body["positions"] + position * size * 4
+            with f.range(0, size) as i:
+                added = f.load(F32, target + i * 4, 4) + f.load(F32, learned + i * 4, 4)
+                f.store(added, target + i * 4)
+    return f
+
+
+def norm(module: Module, write: Function) -> Function:
+    body = Body(module, Norm)
+    f = body.f
+    size = body["size"]
+    width = body["width"]
+    scratch = body.own(Thread.ROW)
+    with body.units(body.rows()) as row:
+        source = body["source"] + body.source_row(row) * body["source_stride"]
+        target = body.own_buffer("target", "target_own") + row * body["target_stride"]
+        mean, squares = _moments(body, source)
+        spread = f.intrinsic(F32, "llvm.sqrt.f32", squares / size.to(F32) + body["epsilon"])
+        factor = v.splat(f, 1.0 / spread)
+        shift = v.splat(f, mean)
+        bias = body["bias"]
+        with f.range(0, width, LANES) as i:
+            value = (f.load(VF32, source + i * 4) - shift) * factor
+            f.store(value * f.load(VF32, body["weight"] + i * 4), scratch + i * 4)
+        with f.when(bias.differs(0)):
+            with f.range(0, width, LANES) as i:
+                added = f.load(VF32, scratch + i * 4) + f.load(VF32, bias + i * 4)
+                f.store(added, scratch + i * 4)
+        with f.when(body["adds"].differs(0)) as branch:
+            with f.range(0, width, LANES) as i:
+                f.store(
+                    f.load(VF32, target + i * 4) + f.load(VF32, scratch + i * 4), target + i * 4
+                )
+        with branch.otherwise():
+            f.call(write, scratch, target, body["format"], width)
+    return f
+
+
+def _moments(body: Body, source: Value) -> tuple[Value, Value]:
+    """Return the mean of a row, 0 for an RMS norm, and the sum of squares around it."""
+    f = body.f
+    width = body["width"]
+    mean = f.variable(F32, 0.0)
+    with f.when(body["layer"].differs(0)):
+        total = f.variable(VF32, 0.0)
+        with f.range(0, width, LANES) as i:
+            total.add(f.load(VF32, source + i * 4))
+        mean.set(v.horizontal_sum(f, total.get()) / body["size"].to(F32))
+    middle = mean.get()
+    shift = v.splat(f, middle)
+    squares = f.variable(VF32, 0.0)
+    with f.range(0, width, LANES) as i:
+        value = f.load(VF32, source + i * 4) - shift
+        squares.set(v.fma(f, value, value, squares.get()))
+    # the padding of a row is zero, but is not part of it
+    padding = (width - body["size"]).to(F32)
+    return middle, v.horizontal_sum(f, squares.get()) - padding * middle * middle
+
+
+def copy(module: Module, write: Function) -> Function:
+    body = Body(module, Copy)
+    f = body.f
+    with body.units(body.rows()) as row:
+        source = body["source"] + body.source_row(row) * body["source_stride"]
+        target = body.own_buffer("target", "target_own") + row * body["target_stride"]
+        f.call(write, source, target, body["format"], body["width"])
+    return f
+
+
+def merge(module: Module, write: Function, join: Function, finish: Function) -> Function:
+    """join, finish: see attention.py"""
+    body = Body(module, Merge)
+    f = body.f
+    heads = body["heads"]
+    size = body["head_size"]
+    part_bytes = (size + PART_FLOATS) * 4
+    scratch = body.own(Thread.ROW)
+    chunks = body.step(Context.SPLIT)
+    with body.units(body.rows()) as row:
+        token = body.source_row(row)
+        target = body.own_buffer("target", "target_own") + row * body["target_stride"]
+        with f.when(chunks.differs(0)) as branch:
+            with f.range(body["heads"] * size, body["width"], LANES) as i:
+                f.store(v.zeros(f), scratch + i * 4)
+            with f.range(0, heads) as head:
+                first = body.step(Context.PARTS) + (token * chunks * heads + head) * part_bytes
+                # threads may merge the same parts at the same time: each has a sum of its own
+                own = body.own(Thread.ATTENTION) + SINGLE_PARTS
+                with f.range(0, part_bytes, 64) as i:
+                    f.store(f.load(VF32, first + i), own + i)
+                with f.range(1, chunks) as chunk:
+                    f.call(join, own, first + chunk * heads * part_bytes, size)
+                f.call(finish, own, scratch + head * size * 4, size)
+            f.call(write, scratch, target, body["format"], body["width"])
+        with branch.otherwise():
+            source = body["source"] + token * body["source_stride"]
+            f.call(write, source, target, body["format"], body["width"])
+    return f
+
+
+def softcap(module: Module) -> Function:
+    body = Body(module, Softcap)
+    f = body.f
+    cap = v.splat(f, body["cap"])
+    base = f.variable(I64, body["source"])
+    with f.when(base.get().equals(0)):
+        base.set(body.step(Context.LOGIT_TARGET))
+    with body.units(body.rows()) as row:
+        place = base.get() + row * body["stride"]
+        with f.range(0, body["width"], LANES) as i:
+            f.store(v.tanh(f, f.load(VF32, place + i * 4) / cap) * cap, place + i * 4)
+    return f
+
+
+def likeliest(module: Module) -> Function:
+    body = Body(module, Likeliest)
+    f = body.f
+    parts = body["parts"]
+    vocabulary = body["vocabulary"]
+    lowest = f.value(VF32, MINUS_INFINITY)
+    with body.units(body.rows() * parts) as unit:
+        first = unit % parts * body["part"]
+        last = f.least(first + body["part"], vocabulary)
+        place = body.step(Context.LOGIT_TARGET) + unit // parts * body["stride"]
+        best = f.variable(VF32, MINUS_INFINITY)
+        tokens = f.variable(VI32, 0)
+        wrong = f.variable(vector("i1"), 0)
+        with f.range(first, last, LANES) as i:
+            inside = v.first_lanes(f, last - i)
+            # the row is padded to whole vectors
+            logits = f.load(VF32, place + i * 4)
+            wrong.set(wrong.get() | (logits.is_nan() & inside))
+            logits = f.select(inside, logits, lowest)
+            better = logits > best.get()
+            best.set(f.select(better, logits, best.get()))
+            numbers = v.splat(f, i.to(I32)) + v.lane_numbers(f)
+            tokens.set(f.select(better, numbers, tokens.get()))
+        top = v.horizontal_max(f, best.get())
+        candidates = f.select(
+            best.get().equals(v.splat(f, top)), tokens.get(), f.value(VI32, 2**31 - 1)
+        )
+        f.store(v.horizontal_least(f, candidates).to(I64), body["tokens"] + unit * 8)
+        is_wrong = wrong.get().bits(I16).differs(0)
+        f.store(f.select(is_wrong, top.like(float("nan")), top), body["logits"] + unit * 4)
+    return f

@@ -1,0 +1,328 @@
+"""The operations of a step: records that compiled code interprets.
+
+A program is an array of records of 64-bit fields: a header, then the fields of the operation's
+class in their order. Sizes and addresses are fields, so that one compiled object serves every
+model. Addresses are those of numpy arrays that the caller keeps alive.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+import numpy as np
+
+RECORD_FIELDS = 32
+_HEADER_FIELDS = 4
+
+
+class Header(IntEnum):
+    KIND = 0
+    BARRIER = 1  # 1: a barrier follows; 2: one follows unless the step is private
+    ALONE = 2  # 1: in a private step each thread computes all units for itself
+    ROWS = 3
+
+
+class Rows(IntEnum):
+    """Which rows of a step an operation computes."""
+
+    TOKENS = 0
+    SAMPLES = 1  # tokens whose final states are computed
+    LOGITS = 2  # the first samples, whose logits are computed
+
+
+class Format(IntEnum):
+    """How rows of activations are stored. The width of a row is a multiple of 32."""
+
+    F32 = 0
+    BF16 = 1
+    # bytes with sign, then for each 32 of them: scale, scale × sum (float32), -128 × sum (int32)
+    INT8 = 2
+
+
+class WeightFormat(IntEnum):
+    """How the weights of 32 outputs are packed; see pack.py."""
+
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+class Epilogue(IntEnum):
+    """What a linear layer does with its result."""
+
+    STORE = 0
+    ADD = 1  # to the float32 target
+    GATE = 2  # activation(first 16 outputs of a block) × last 16
+    ACTIVATE = 3
+    SPLIT = 4  # first 16 outputs of a block to the target, last 16 to `second`
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+class Context(IntEnum):
+    """The fields of a step's context."""
+
+    PROGRAM = 0
+    OPERATIONS = 1
+    TOKENS = 2
+    SAMPLES = 3
+    LOGITS = 4
+    PRIVATE = 5  # 1: one token, and threads repeat small work rather than wait for each other
+    TOKEN_IDS = 6  # int64 [tokens]
+    POSITIONS = 7  # int64 [tokens]
+    SLOTS = 8  # int64 [tokens]: cache slots of their keys and values
+    SAMPLE_TOKENS = 9  # int64 [samples]
+    EMBEDDINGS = 10  # int64 [tokens]: address of a given embedding, or 0; the field is 0 if none
+    SINGLES = 11  # rows of one token
+    SINGLE_LIST = 12  # int64 [singles, 3]: token, length with this token, address of its table
+    TILES = 13
+    TILE_LIST = 14  # int64 [tiles, 4]: first token, tokens, first position, address of the table
+    SPLIT = 15  # number of chunks that a single's positions are divided into; 0: not divided
+    PARTS = 16  # address of the results of chunks
+    BLOCK_TOKENS = 17
+    LOGIT_TARGET = 18  # float32 [logits, padded vocabulary]
+    SIZE = 24
+
+
+class Thread(IntEnum):
+    """The fields of a thread's record."""
+
+    INDEX = 0
+    THREADS = 1
+    TEAM = 2
+    WORK = 3  # divided operations so far
+    TILE = 4  # memory for a tile of results
+    ROW = 5  # memory for a float32 row
+    ATTENTION = 6  # memory for attention
+    COUNTER = 8  # of the units of a private operation
+    SIZE = 16
+
+
+class Team(IntEnum):
+    """Offsets in the memory that threads share, in bytes. Each has a cache line of its own."""
+
+    ARRIVED = 0
+    PHASE = 64
+    SLEEPERS = 128
+    JOB = 192  # address of the context
+    STOP = 256
+    SPINS = 320  # pauses before a waiting thread sleeps
+    COUNTERS = 384  # [4 divided operations, threads]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Base of the operations. `float` fields are stored as float32."""
+
+    def encoded(self) -> list[int]:
+        return [
+            _float_bits(getattr(self, field.name))
+            if field.type == "float"
+            else int(getattr(self, field.name))
+            for field in fields(self)
+        ]
+
+
+@dataclass(frozen=True)
+class Embed(Operation):
+    """Write the embeddings of tokens, float32."""
+
+    target: int
+    target_stride: int
+    table: int
+    table_format: int  # a WeightFormat: F32 or BF16, packed as the head's weights
+    size: int
+    block_bytes: int
+    scale: float
+    positions: int  # address of learned positions, float32 [positions, size]; 0: none
+
+
+@dataclass(frozen=True)
+class Norm(Operation):
+    """Normalise rows: RMS norm or layer norm."""
+
+    source: int
+    source_stride: int
+    gather: int  # 1: row i is that of sample token i
+    target: int
+    target_stride: int
+    target_own: int  # distance between the targets of threads in a private step
+    format: int
+    adds: int  # 1: add the result to the float32 target
+    weight: int
+    bias: int  # 0: none
+    size: int
+    width: int  # of a row, with padding
+    epsilon: float
+    layer: int  # 1: layer norm
+
+
+@dataclass(frozen=True)
+class Copy(Operation):
+    """Copy rows into another format, or gather them."""
+
+    source: int
+    source_stride: int
+    gather: int
+    target: int
+    target_stride: int
+    target_own: int
+    format: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Linear(Operation):
+    weights: int
+    weight_format: int
+    block_bytes: int  # of 32 outputs
+    blocks: int
+    inputs: int  # with padding
+    x: int
+    x_stride: int
+    x_own: int  # distance between the inputs of threads in a private step
+    target: int
+    target_stride: int
+    epilogue: int
+    bias: int  # float32 [blocks × 32]; 0: none
+    format: int  # of the target, for GATE and ACTIVATE: F32 or BF16
+    activation: int
+    second: int
+
+
+@dataclass(frozen=True)
+class Rope(Operation):
+    """Normalise and rotate queries and keys, and write keys and values to the cache."""
+
+    source: int  # float32 [tokens, heads + 2 kv_heads, head_size]
+    source_stride: int
+    queries: int
+    query_stride: int
+    format: int
+    keys: int
+    values: int
+    head_stride: int  # bytes of a KV head in the cache
+    heads: int
+    kv_heads: int
+    head_size: int
+    cosine: int  # float32 [positions, half]; 0: no RoPE
+    sine: int
+    half: int  # pairs that are rotated
+    q_norm: int  # float32 [head_size]; 0: none
+    k_norm: int
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Attention(Operation):
+    queries: int
+    query_stride: int
+    format: int
+    keys: int
+    values: int
+    head_stride: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    target: int  # float32 [tokens, heads × head_size]
+    target_stride: int
+    scale: float
+    softcap: float
+    window: int  # larger than any position: none
+    sinks: int
+
+
+@dataclass(frozen=True)
+class Merge(Operation):
+    """Merge what attention computed for chunks of positions."""
+
+    source: int
+    source_stride: int
+    gather: int
+    target: int
+    target_stride: int
+    target_own: int
+    format: int
+    width: int
+    heads: int
+    head_size: int
+
+
+@dataclass(frozen=True)
+class Softcap(Operation):
+    source: int  # 0: the logits
+    stride: int
+    width: int
+    cap: float
+
+
+@dataclass(frozen=True)
+class Likeliest(Operation):
+    """Find the largest logit of each row in each of some parts of the vocabulary."""
+
+    stride: int
+    vocabulary: int
+    part: int  # tokens of a part, a multiple of 16
+    parts: int
+    tokens: int  # int64 [rows, parts]
+    logits: int  # float32 [rows, parts]: nan if one of the part is
+
+
+KINDS: tuple[type[Operation], ...] = (
+    Embed,
+    Norm,
+    Copy,
+    Linear,
+    Rope,
+    Attention,
+    Merge,
+    Softcap,
+    Likeliest,
+)
+
+
+def field_index(operation: type[Operation], name: str) -> int:
+    """Return the place of a field in a record."""
+    return _HEADER_FIELDS + [field.name for field in fields(operation)].index(name)
+
+
+def is_float_field(operation: type[Operation], name: str) -> bool:
+    return next(field.type for field in fields(operation) if field.name == name) == "float"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An operation in a program."""
+
+    operation: Operation
+    rows: Rows = Rows.TOKENS
+    barrier: bool = True
+    alone: bool = False  # in a private step each thread computes it for itself
+
+
+def encode(entries: Sequence[Entry]) -> np.ndarray:
+    """Return the records of a program: int64 [entries, RECORD_FIELDS]."""
+    records = np.zeros((len(entries), RECORD_FIELDS), dtype=np.int64)
+    for record, entry in zip(records, entries, strict=True):
+        barrier = 2 if entry.alone else 1
+        header = [KINDS.index(type(entry.operation)), barrier * entry.barrier]
+        header += [int(entry.alone), int(entry.rows)]
+        values = [*header, *entry.operation.encoded()]
+        record[: len(values)] = values
+    return records
+
+
+def _float_bits(number: float) -> int:
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
+
+
+def check(entries: Iterable[Entry]) -> None:
+    """Raise ValueError if an operation has more fields than a record."""
+    for entry in entries:
+        if len(fields(entry.operation)) + _HEADER_FIELDS > RECORD_FIELDS:
+            raise ValueError(f"{type(entry.operation).__name__} has too many fields")
