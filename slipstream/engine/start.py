@@ -471,7 +471,9 @@ def _divide_memory(
         return _divide_gpu_memory(model, settings, sizes, sequence, limits, ranks)
     host = read_host_memory()
     wanted = division.cache_tokens(settings.cache_tokens, settings.cache_bytes, sequence)
-    available = ranks.least(division.cpu_share(host, sizes.sharing, wanted is not None))
+    available = ranks.least(
+        division.cpu_share(host, sizes.sharing, wanted is not None, settings.memory_share)
+    )
     blocks = division.cpu_blocks(available, sequence, wanted)
     rows, bound = division.cpu_rows(available, sequence, sizes.step_tokens, blocks, limits)
     return MemoryParts(rows, blocks, rows_bound=bound)
@@ -491,9 +493,9 @@ def _divide_gpu_memory(
     utilization = settings.gpu_memory_utilization
     if utilization is not None:
         fraction = 1.0
-    if utilization is not None or sizes.sharing > 1:
+    if utilization is not None or sizes.sharing > 1 or settings.memory_share < 1.0:
         own = torch.cuda.memory_reserved(model.device)
-        share = (1.0 if utilization is None else utilization) / sizes.sharing
+        share = (utilization or 1.0) * settings.memory_share / sizes.sharing
         free = division.usable_bytes(free, total, own, share)
     free = ranks.least(free)
     wanted = division.cache_tokens(settings.cache_tokens, settings.cache_bytes, sequence)
