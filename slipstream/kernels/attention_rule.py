@@ -15,3 +15,8 @@ class AttentionRule:
     window: int | None = None  # None: no limit
     sinks: int = 0  # has no effect without a window
     softcap: float = 0.0  # bound of the scores, softcap × tanh(score / softcap); 0: no bound
+
+
+def cache_shape(layers: int, slots: int, kv_heads: int, head_size: int) -> tuple[int, ...]:
+    """Return the shape of a cache: layers, (keys, values), then one layer's keys."""
+    return (layers, 2, kv_heads, slots, head_size)

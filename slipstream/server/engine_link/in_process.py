@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections import deque
 import traceback
+from collections import deque
 from collections.abc import Callable
 
 from slipstream.engine.messages import (
