@@ -124,6 +124,7 @@ _PLAIN = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}
 
 class GgufSource:
     def __init__(self, path: Path, label: str) -> None:
+        self.path = path
         self.label = label
         self.file = read_gguf(path).split_experts()
         self.architecture = _architecture(self.file)
