@@ -40,7 +40,7 @@ from slipstream.engine.sizes import (
 )
 from slipstream.engine.step_budget import PromptLimits, PromptSpread, StepBudget
 from slipstream.kernels.ranks import ALONE, Ranks
-from slipstream.kernels.stored import Weight
+from slipstream.kernels.stored import Weight, bytes_of
 from slipstream.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -228,18 +228,15 @@ def _prepare_compiled(
     code_folder: Path | None,
 ) -> PreparedModel | None:
     """Create the model and the runner of compiled code for a CPU; None where torch computes."""
-    import torch
-
     from slipstream.engine.cpu.choice import choose_path, create_runner
     from slipstream.engine.cpu.model import CpuModel
 
-    dtype: torch.dtype = getattr(torch, sizes.dtype)
-    path = choose_path(spec, settings.cpu_code, torch.device("cpu"), dtype, ranks.size)
+    path = choose_path(spec, settings.cpu_code, sizes.dtype, ranks.size)
     if path.level is None:
         return None
-    tensors = weights.tensors(sizes.dtype)
-    weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    model = CpuModel(spec, tensors, dtype, sizes.longest, settings.kernel_options)
+    arrays = weights.arrays()
+    weight_bytes = sum(bytes_of(weight) for weight in arrays.values())
+    model = CpuModel(spec, arrays, sizes.dtype, sizes.longest, settings.kernel_options)
     # A wider window covers every sequence.
     if min(settings.attention_windows, default=sizes.longest) < sizes.longest:
         model.set_attention_windows(settings.attention_windows, settings.sink_tokens)

@@ -29,6 +29,10 @@ def shape_of(weight: Weight) -> tuple[int, ...]:
     return weight.shape if isinstance(weight, BlockMatrix) else weight.array.shape
 
 
+def bytes_of(weight: Weight) -> int:
+    return weight.nbytes if isinstance(weight, BlockMatrix) else weight.array.nbytes
+
+
 def to_float32(weight: Weight) -> np.ndarray:
     """Return a weight as float32: the same memory if it is that already."""
     if isinstance(weight, StoredArray) and weight.code == "F32":

@@ -103,14 +103,6 @@ class Tensors:
         weight = stored.to(self.device).view(count, outputs, inputs)
         return weight, scales.to(self.device).view(count, outputs)
 
-    def take_quantised(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return the stored weight and the scales of a quantised linear layer; None if it is not
-        quantised.
-        """
-        scales = self._left.pop(f"{name}.scales", None)
-        weight = self._take(f"{name}.weight") if scales is not None else None
-        return None if scales is None or weight is None else (weight, scales)
-
     def takes_fp8_inputs(self, name: str) -> bool:
         """Return whether the linear layer of this name multiplies e4m3 activations, so that the
         kernel before it may quantise them.

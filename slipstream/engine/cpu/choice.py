@@ -6,8 +6,6 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from slipstream.engine.cpu.model import CpuModel
 from slipstream.engine.cpu.runner import CpuRunner
 from slipstream.engine.cpu.support import unsupported
@@ -29,16 +27,13 @@ class CpuPath:
 def choose_path(
     spec: ModelSpec,
     choice: str,
-    device: torch.device,
-    dtype: torch.dtype,
+    dtype: str,
     ranks: int,
 ) -> CpuPath:
     """Return how a model is computed. choice: the setting `cpu_code`"""
-    if device.type != "cpu":
-        return CpuPath(None, "the device is a GPU")
     level, reason = machine.choose_level(choice)
     if level is not None:
-        reason = unsupported(spec, str(dtype).removeprefix("torch."), ranks)
+        reason = unsupported(spec, dtype, ranks)
     if reason:
         logger.info("torch computes this model on the CPU: %s", reason)
         return CpuPath(None, reason)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn import functional
 
-from slipstream.engine.cpu.packing import pack_quantised, pack_tensor
-from slipstream.kernels.attention_rule import AttentionRule, cache_shape
+from slipstream.engine.cpu.weights import StoredWeights
+from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.cpu.memory import round_up
 from slipstream.kernels.cpu.operations import Format, TableFormat, WeightFormat
 from slipstream.kernels.cpu.pack import Packed, interleave_halves, padded_floats
 from slipstream.kernels.options import KernelOptions
-from slipstream.model.linear import Tensors
+from slipstream.kernels.stored import Weight, bfloat16_to_float32, round_to_bfloat16
 from slipstream.model.position import rotary_size, rotary_table
 from slipstream.model.spec import ModelSpec
 
@@ -81,30 +79,33 @@ class CpuModel:
     def __init__(
         self,
         spec: ModelSpec,
-        tensors: dict[str, Tensor],
-        dtype: torch.dtype,
+        weights: Mapping[str, Weight],
+        dtype: str,
         positions: int,
         options: KernelOptions = KernelOptions(),
     ) -> None:
-        """positions: the longest sequence. `tensors` is emptied."""
+        """dtype: float32 or bfloat16; positions: the longest sequence"""
         self.spec = spec
         self.dtype = dtype
-        self.cache_dtype = dtype
-        self.device = torch.device("cpu")
         self.options = options
-        self.format = Format.F32 if dtype == torch.float32 else Format.BF16
-        self._source = Tensors(tensors, dtype, self.device)
-        self._given = tensors
+        self.format = Format.F32 if dtype == "float32" else Format.BF16
+        self._source = StoredWeights(weights, dtype)
         self.width = round_up(spec.hidden_size, 32)
         # rounded as the model was trained with it, in the type of its embedding
-        self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+        self.embedding_scale = self._rounded(spec.embedding_scale)
         self._take_positions(positions)
         self.layers = [self._layer(index) for index in range(spec.layers)]
         self.final_norm = self._norm("transformer.ln_f") if spec.final_norm else None
         self._take_head()
         self.score = self._score_layer()
         self._source.close()
-        tensors.clear()
+
+    def _rounded(self, number: float) -> float:
+        """Return a number in the type of the run."""
+        exact = np.array([number], dtype=np.float32)
+        if self.format is Format.BF16:
+            exact = bfloat16_to_float32(round_to_bfloat16(exact))
+        return float(exact[0])
 
     def _take_positions(self, positions: int) -> None:
         spec = self.spec
@@ -113,8 +114,8 @@ class CpuModel:
         self.rope: dict[float | None, tuple[np.ndarray, np.ndarray]] = {}
         if spec.position == "learned":
             shape = (spec.max_positions, spec.hidden_size)
-            table = self._source.take("transformer.position_embedding.weight", shape)
-            self.learned_positions = table.float().numpy()
+            name = "transformer.position_embedding.weight"
+            self.learned_positions = self._source.floats(name, shape, rounded=True)
             return
         half = rotary_size(spec) // 2
         for theta in {spec.theta_of_layer(index) for index in range(spec.layers)}:
@@ -162,7 +163,7 @@ class CpuModel:
         # a quantised engine holds a head of its own even if the embeddings are tied
         own = not spec.tied_embeddings or self._source.has("lm_head.weight")
         name = "lm_head" if own else "transformer.vocab_embedding"
-        parts = self._matrix(name, spec.vocab_size, spec.hidden_size)
+        parts = self._source.matrix(name, spec.vocab_size, spec.hidden_size)
         self.head = LinearWeights(parts, self._head_bias(sum(part.outputs for part in parts)))
         if not own:
             [packed] = parts
@@ -171,30 +172,18 @@ class CpuModel:
             )
             return
         shape = (spec.vocab_size, spec.hidden_size)
-        rows = self._source.take("transformer.vocab_embedding.weight", shape).contiguous()
-        is_float = rows.dtype == torch.float32
+        rows = self._source.rows("transformer.vocab_embedding.weight", shape)
+        is_float = rows.dtype == np.float32
         kind = TableFormat.F32_ROWS if is_float else TableFormat.BF16_ROWS
-        stride = spec.hidden_size * rows.element_size()
-        self.embedding = EmbeddingTable(kind, rows.data_ptr(), stride, rows)
-
-    def _matrix(
-        self, name: str, outputs: int, inputs: int, gated: bool = False
-    ) -> tuple[Packed, ...]:
-        stored = self._source.take_quantised(name)
-        if stored is not None:
-            return (pack_quantised(name, *stored, (outputs, inputs), gated, self.dtype),)
-        tensor = self._source.take(f"{name}.weight", (outputs, inputs))
-        if not tensor.numel():  # missing: `close` raises
-            return (pack_tensor(torch.zeros(1, 1, dtype=self.dtype), False),)
-        return (pack_tensor(tensor, gated),)
+        self.embedding = EmbeddingTable(kind, int(rows.ctypes.data), rows.strides[0], rows)
 
     def _linear(
         self, name: str, outputs: int, inputs: int, bias: bool, gated: bool = False
     ) -> LinearWeights:
-        parts = self._matrix(name, outputs, inputs, gated)
+        parts = self._source.matrix(name, outputs, inputs, gated)
         numbers: np.ndarray | None = None
         if bias:
-            numbers = self._source.take(f"{name}.bias", (outputs,)).float().numpy()
+            numbers = self._source.floats(f"{name}.bias", (outputs,), rounded=True)
             numbers = padded_floats(
                 interleave_halves(numbers) if gated else numbers,
                 sum(part.outputs for part in parts),
@@ -204,8 +193,8 @@ class CpuModel:
     def _head_bias(self, outputs: int) -> np.ndarray | None:
         if not self.spec.head_bias:
             return None
-        bias = self._source.take("lm_head.bias", (self.spec.vocab_size,))
-        return padded_floats(bias.float().numpy(), outputs)
+        bias = self._source.floats("lm_head.bias", (self.spec.vocab_size,), rounded=True)
+        return padded_floats(bias, outputs)
 
     def _norm(self, name: str) -> NormWeights:
         spec = self.spec
@@ -218,22 +207,20 @@ class CpuModel:
     def _head_norm(self, name: str) -> np.ndarray | None:
         if not self.spec.qk_norm:
             return None
-        weight = self._source.take(f"{name}.weight", (self.spec.head_size,), torch.float32)
-        return padded_floats(weight.numpy() + self.spec.norm_offset, self.spec.head_size)
+        weight = self._source.floats(f"{name}.weight", (self.spec.head_size,))
+        return padded_floats(weight + self.spec.norm_offset, self.spec.head_size)
 
     def _vector(self, name: str) -> np.ndarray:
-        taken = self._source.take(name, (self.spec.hidden_size,), torch.float32)
-        found: np.ndarray = taken.numpy()
-        return found
+        return self._source.floats(name, (self.spec.hidden_size,))
 
-    def _score_layer(self) -> Callable[[Tensor], Tensor] | None:
+    def _score_layer(self) -> Callable[[np.ndarray], np.ndarray] | None:
         """Return the output layer of a classifier: [hidden] float32 → [labels]."""
         spec = self.spec
         if not spec.labels:
             return None
         shape = (spec.labels, spec.hidden_size)
-        weight = self._source.take("score.weight", shape, torch.float32)
-        return lambda states: functional.linear(states, weight)
+        weight = self._source.floats("score.weight", shape).copy()
+        return partial(np.dot, weight)
 
     @property
     def queries_of_group(self) -> int:
@@ -256,13 +243,8 @@ class CpuModel:
             window = min(given, layer.rule.window or given)
             layer.rule = replace(layer.rule, window=max(1, window - sinks), sinks=sinks)
 
-    def new_cache(self, slots: int) -> Tensor:
-        """Return an empty cache for the keys and values of all layers, in attention's layout."""
-        shape = cache_shape(self.spec.layers, slots, self.spec.kv_heads, self.spec.head_size)
-        return torch.zeros(shape, dtype=self.cache_dtype)
-
     @property
     def cached_bytes(self) -> int:
         """Bytes that a token takes in the cache."""
         elements = 2 * self.spec.layers * self.spec.kv_heads * self.spec.head_size
-        return elements * self.cache_dtype.itemsize
+        return elements * (4 if self.format is Format.F32 else 2)

@@ -24,9 +24,11 @@ from slipstream.kernels.cpu.operations import (
     Linear,
     Merge,
     Norm,
+    Refine,
     Rope,
     Rows,
     Softcap,
+    TableFormat,
     encode,
     row_bytes,
 )
@@ -36,6 +38,8 @@ Segment = np.ndarray | Callable[[StepParts], None]
 
 NO_WINDOW = 2**30  # larger than any position
 _PART = 4096  # tokens of a part of the vocabulary
+# Several times what quantised weights shift a logit by.
+_REFINED_MARGIN = 3.0
 _ELEMENTS = {Format.F32: np.float32, Format.BF16: np.uint16, Format.INT8: np.uint8}
 
 
@@ -442,6 +446,7 @@ class ProgramWriter:
             self._norm(norm, source, target, form, Rows.SAMPLES, **flags)
         self._linear(model.head, states, None, rows=Rows.LOGITS, own=True)
         stride = model.head.outputs * 4
+        self._refine(stride)
         if spec.final_softcap:
             width = model.head.outputs
             self._add(Softcap(0, stride, width, spec.final_softcap), Rows.LOGITS)
@@ -456,6 +461,27 @@ class ProgramWriter:
             ),
             Rows.LOGITS,
         )
+
+    def _refine(self, stride: int) -> None:
+        """Compute the largest logits again if there are weights that are not quantised."""
+        table = self.model.embedding
+        exact = table.format in (TableFormat.F32_ROWS, TableFormat.BF16_ROWS)
+        if not (self.spec.tied_embeddings and exact):
+            return
+        states = self.buffers.float_states
+        operation = Refine(
+            stride=stride,
+            vocabulary=self.spec.vocab_size,
+            states=_address(states),
+            states_stride=states.strides[0],
+            table=table.address,
+            table_format=table.format,
+            row_bytes=table.stride,
+            size=self.spec.hidden_size,
+            bias=_address(self.model.head.bias),
+            margin=_REFINED_MARGIN,
+        )
+        self._add(operation, Rows.LOGITS)
 
 
 def _address(array: np.ndarray | None) -> int:

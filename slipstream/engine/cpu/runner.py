@@ -16,6 +16,7 @@ from slipstream.engine.plan import StepPlan, sampling_places
 from slipstream.engine.rows import Rows
 from slipstream.engine.with_torch.runner import copy_blocks
 from slipstream.kernels.adapters import AdapterPages, CpuStepAdapters
+from slipstream.kernels.attention_rule import cache_shape
 from slipstream.kernels.cpu.layout import CHUNK, PART_FLOATS, TILE_LANES
 from slipstream.kernels.cpu.memory import aligned
 from slipstream.kernels.cpu.objects import Code
@@ -44,7 +45,7 @@ class CpuRunner:
         self.block_tokens = block_tokens
         self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens))
         slots = (total_blocks + 1) * block_tokens  # with the null block
-        self.cache = model.new_cache(slots)
+        self.cache = new_cache(model, slots)
         self.host: HostCache | None = None  # host memory for evicted blocks
         self.adapters: AdapterPages | None = None  # None until the first adapter is loaded
         self._steps = Steps(model, code, threads, self.cache)
@@ -78,7 +79,7 @@ class CpuRunner:
         pooled: list[pooling.Pooled] = []
         if pools is not None:
             states = self._steps.states(len(selection.tokens), len(pools.tokens))
-            pooled = pooling.pool_states(states, pools, self.rows, self._score)
+            pooled = pooling.pool_states(states, pools, self.rows, self.model.score)
         return self._sample(plan, selection, pooled)
 
     def _sample(
@@ -102,11 +103,6 @@ class CpuRunner:
         self.rows.tokens[rows, lengths] = sampled.tokens
         return Handle(sampled, self.rows, prompts, pooled)
 
-    def _score(self, state: np.ndarray) -> np.ndarray:
-        assert self.model.score is not None
-        found: np.ndarray = self.model.score(torch.from_numpy(state)).numpy()
-        return found
-
     def _step_adapters(self, plan: StepPlan) -> CpuStepAdapters | None:
         if self.adapters is None:
             return None
@@ -120,6 +116,13 @@ class CpuRunner:
     def close(self) -> None:
         """End the threads."""
         self._steps.team.close()
+
+
+def new_cache(model: CpuModel, slots: int) -> Tensor:
+    """Return an empty cache for the keys and values of all layers, in attention's layout."""
+    spec = model.spec
+    shape = cache_shape(spec.layers, slots, spec.kv_heads, spec.head_size)
+    return torch.zeros(shape, dtype=getattr(torch, model.dtype))
 
 
 class LikeliestTokens:

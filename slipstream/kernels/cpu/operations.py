@@ -280,6 +280,22 @@ class Merge(Operation):
 
 
 @dataclass(frozen=True)
+class Refine(Operation):
+    """Compute the largest logits again from weights that are not quantised."""
+
+    stride: int
+    vocabulary: int
+    states: int  # float32 [rows, size]
+    states_stride: int
+    table: int
+    table_format: int  # F32_ROWS or BF16_ROWS
+    row_bytes: int
+    size: int
+    bias: int  # 0: none
+    margin: float  # logits from the largest one minus this are computed
+
+
+@dataclass(frozen=True)
 class Softcap(Operation):
     source: int  # 0: the logits
     stride: int
@@ -309,6 +325,7 @@ KINDS: tuple[type[Operation], ...] = (
     Merge,
     Softcap,
     Likeliest,
+    Refine,
 )
 
 

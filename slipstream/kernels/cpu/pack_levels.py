@@ -55,12 +55,29 @@ def pack_levels(rows: QuantisedRows, gated: bool = False) -> Packed | None:
     if kind is None:
         return None
     layout = LAYOUT_OF[kind]
+    if rows.offsets is not None:
+        rows = _without_idle_scales(rows)
     levels, scales, offsets = _expand_groups(rows, layout)
     if gated:
         levels = interleave_halves(levels)
         scales = interleave_halves(scales)
         offsets = None if offsets is None else interleave_halves(offsets)
     return _fill(layout, levels, scales, offsets)
+
+
+def _without_idle_scales(rows: QuantisedRows) -> QuantisedRows:
+    """Return the same weights with scale 0 in groups whose levels are equal. Their scale may be any
+    number, such as 1, and would make the other scales of the output underflow.
+    """
+    assert rows.offsets is not None
+    by_group = rows.levels.reshape(len(rows.levels), -1, rows.group)
+    first = by_group[:, :, 0]
+    idle = (by_group == first[:, :, None]).all(axis=2)
+    if not idle.any():
+        return rows
+    offsets = np.where(idle, rows.offsets + first * rows.scales, rows.offsets)
+    levels = np.where(idle[:, :, None], np.int8(0), by_group).reshape(rows.levels.shape)
+    return QuantisedRows(levels, np.where(idle, np.float32(0), rows.scales), offsets)
 
 
 def _expand_groups(
