@@ -12,6 +12,7 @@ from source_tree import PACKAGE, ROOT, SourceFile, source, source_files
 
 # A folder may import from those in later rows only. Folders of one row do not import each other.
 ORDER = (
+    ("ray",),
     ("cli",),
     ("bench", "llm"),
     ("llm_options",),

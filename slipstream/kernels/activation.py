@@ -13,6 +13,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": torch.relu,
+    "relu_squared": lambda x: torch.relu(x).square_(),
 }
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.attention_rule import AttentionRule, Slopes
 
 # Rows of very different lengths are not gathered together: padding the short ones costs time.
 _MOST_PADDING = 2.0
@@ -142,14 +142,17 @@ def _attend_decode(
     # Queries that share a KV head become several queries of one head, so that keys are read once.
     grouped = q.reshape(rows, len(keys), heads // len(keys), size)
     few = rows * group.length < _GEMM_FROM_TOKENS or isinstance(group.where, slice)
-    if few and not rule.softcap:
+    if few and not rule.softcap and rule.slopes is None:
         out = functional.scaled_dot_product_attention(
             grouped, k, v, attn_mask=mask, scale=rule.scale
         )
     else:
         scores = softcap(torch.matmul(grouped * rule.scale, k.transpose(2, 3)), rule)
+        if rule.slopes is not None:
+            bias = position_bias(rule.slopes, group.first, group.first + group.length)
+            scores = scores + bias.view(len(keys), -1, group.length)
         weights = torch.softmax(scores if mask is None else scores.add_(mask), dim=-1)
-        out = torch.matmul(weights, v)
+        out = torch.matmul(weights.to(v.dtype), v)
     return out.reshape(rows, heads, size)
 
 
@@ -176,8 +179,11 @@ def _attend_prefill(
         keys = slice(oldest - row.first, last - row.first)
         scores = softcap(torch.bmm(queries, k[:, keys].transpose(1, 2)), rule)
         scores = scores.view(len(k), end - begin, group, -1)
+        if rule.slopes is not None:
+            bias = position_bias(rule.slopes, oldest, last)
+            scores = scores + bias.view(len(k), 1, group, -1)
         scores += tile_mask(first, last, oldest, rule, q.dtype, q.device)[:, None, :]
-        weights = torch.softmax(scores, dim=-1).view(len(k), -1, last - oldest)
+        weights = torch.softmax(scores, dim=-1).view(len(k), -1, last - oldest).to(v.dtype)
         tile = torch.bmm(weights, v[:, keys]).view(len(k), end - begin, heads // len(k), size)
         output[begin:end] = tile.transpose(0, 1).reshape(end - begin, heads, size)
     return output
@@ -187,6 +193,19 @@ def softcap(scores: Tensor, rule: AttentionRule) -> Tensor:
     if not rule.softcap:
         return scores
     return torch.tanh(scores / rule.softcap).mul_(rule.softcap)
+
+
+def position_bias(slopes: Slopes, first: int, last: int) -> Tensor:
+    """Return the biases of the keys from `first` to `last` (exclusive): float32 [heads, keys].
+
+    They are relative to the last key: what all scores of a query share has no effect. Biases that
+    are rounded depend on the position itself.
+    """
+    by_head = torch.tensor(slopes.by_head)[:, None]
+    if slopes.rounded:
+        positions = torch.arange(first, last, dtype=torch.float32)
+        return (by_head.bfloat16().float() * positions).bfloat16().float() * slopes.scale
+    return by_head * torch.arange(first - last + 1, 1, dtype=torch.float32) * slopes.scale
 
 
 def gather(cache: Tensor, where: Tensor | slice, rows: int, block_tokens: int) -> Tensor:
@@ -236,12 +255,15 @@ def _decode_mask(group: DecodeGroup, rule: AttentionRule, dtype: torch.dtype) ->
     """
     lengths = group.lengths[:, None]
     whole = bool((lengths == group.first + group.length).all())
-    if whole and (rule.window is None or rule.window >= group.length):
+    unlimited = rule.window is None or rule.window >= group.length
+    if whole and unlimited and (rule.chunk is None or int(lengths.max()) <= rule.chunk):
         return None
     position = torch.arange(group.first, group.first + group.length)[None, :]
     seen = position < lengths
     if rule.window is not None:
         seen &= (position >= lengths - rule.window) | (position < rule.sinks)
+    if rule.chunk is not None:
+        seen &= position >= (lengths - 1) // rule.chunk * rule.chunk
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None, None, :]
 
 
@@ -262,4 +284,6 @@ def tile_mask(
     hidden = position > query
     if rule.window is not None:
         hidden |= (position <= query - rule.window) & (position >= rule.sinks)
+    if rule.chunk is not None:
+        hidden |= position < query // rule.chunk * rule.chunk
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))

@@ -6,6 +6,15 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Slopes:
+    """Position biases of attention: a score falls with the distance of query and key."""
+
+    by_head: tuple[float, ...]  # positive: the score of a key falls by this much per position
+    rounded: bool = False  # whether slope × position is rounded to bfloat16, before the scale
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionRule:
     """A query attends to itself and the tokens before it: the last `window` tokens, and always the
     first `sinks` tokens.
@@ -15,6 +24,9 @@ class AttentionRule:
     window: int | None = None  # None: no limit
     sinks: int = 0  # has no effect without a window
     softcap: float = 0.0  # bound of the scores, softcap × tanh(score / softcap); 0: no bound
+    # positions of a chunk: only keys of the query's own chunk are attended to; None: no limit
+    chunk: int | None = None
+    slopes: Slopes | None = None
 
 
 def cache_shape(layers: int, slots: int, kv_heads: int, head_size: int) -> tuple[int, ...]:

@@ -21,6 +21,21 @@ def route(logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Ten
     return chosen, weights
 
 
+def route_by_sigmoid(logits: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+    """Return the same, with the sigmoid of the chosen experts' logits as weights."""
+    best, chosen = logits.float().topk(per_token, dim=-1)
+    return chosen, exact_sigmoid(best)
+
+
+def exact_sigmoid(x: Tensor) -> Tensor:
+    """Return sigmoid(x) in x's type, computed in float64.
+
+    In float32 on a CPU the last bit depends on the number of elements, that is, on the other
+    tokens of a step.
+    """
+    return x.double().sigmoid().to(x.dtype)
+
+
 def mixture(
     x: Tensor,
     chosen: Tensor,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention import gather, softcap, tile_mask
+from slipstream.kernels.attention import gather, position_bias, softcap, tile_mask
 from slipstream.kernels.attention_rule import AttentionRule
 
 _TILE_TOKENS = 16  # positions of a tile of queries
@@ -96,8 +96,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, tile: QueryTile, rule: AttentionRul
         tile.masks[rule] = tile_mask(tile.begin, end, 0, rule, q.dtype, q.device, k.shape[1])
     scores = softcap(torch.bmm(queries, k.transpose(1, 2)), rule)
     scores = scores.view(len(k), _TILE_TOKENS, group, -1)
+    if rule.slopes is not None:
+        bias = position_bias(rule.slopes, 0, k.shape[1])
+        scores = scores + bias.view(len(k), 1, group, -1)
     scores += tile.masks[rule][:, None, :]
-    weights = torch.softmax(scores, dim=-1).view(len(k), -1, k.shape[1])
+    weights = torch.softmax(scores, dim=-1).view(len(k), -1, k.shape[1]).to(v.dtype)
     result = torch.bmm(weights, v).view(len(k), _TILE_TOKENS, group, size)
     kept = result[:, tile.offset : tile.offset + count]
     return kept.transpose(0, 1).reshape(count, heads, size)

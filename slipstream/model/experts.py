@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.experts import mixture, route
+from slipstream.kernels.experts import exact_sigmoid, mixture, route, route_by_sigmoid
 from slipstream.kernels.linear import Linear
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.linear import Tensors
@@ -42,16 +42,38 @@ class Mixture:
             up_proj = source.linear(f"{name}.shared.gate_up", 2 * size, spec.hidden_size, False)
             down_proj = source.linear(f"{name}.shared.proj", spec.hidden_size, size, False)
             self.shared = Expert(up_proj, activate, down_proj)
+        self.shared_weight: Linear | None = None
+        if spec.experts.shared_ffn_size and spec.experts.shared_router:
             self.shared_weight = source.linear(f"{name}.shared_share", 1, spec.hidden_size, False)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] → [tokens, hidden]"""
         experts = self.experts
-        chosen, weights = route(self.router(x), experts.per_token, experts.normalised)
-        mixed = self.run_experts(x, chosen, weights)
+        logits = self.router(x)
+        if experts.scoring == "sigmoid":
+            chosen, weights = route_by_sigmoid(logits, experts.per_token)
+        else:
+            chosen, weights = route(logits, experts.per_token, experts.normalised)
+        if experts.weighted_inputs:
+            mixed = self._run_on_weighted(x, chosen, weights)
+        else:
+            mixed = self.run_experts(x, chosen, weights)
         if self.shared is None:
             return mixed
-        return mixed + self.shared_weight(x).sigmoid() * self.shared(x)
+        shared = self.shared(x)
+        if self.shared_weight is not None:
+            shared = exact_sigmoid(self.shared_weight(x)) * shared
+        return mixed + shared
+
+    def _run_on_weighted(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of the experts' outputs for inputs that the routing weights scale: a row
+        for each token and expert, so that the experts run once.
+        """
+        scaled = x[:, None] * weights[..., None].to(x.dtype)  # [tokens, per_token, hidden]
+        pairs = scaled.flatten(0, 1)
+        ones = torch.ones((len(pairs), 1), dtype=weights.dtype, device=x.device)
+        outputs = self.run_experts(pairs, chosen.reshape(-1, 1), ones)
+        return outputs.view(scaled.shape).sum(dim=1)
 
 
 @dataclass(frozen=True)

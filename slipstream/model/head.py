@@ -37,6 +37,7 @@ class Head:
         if ranks.size > 1:
             embedding = embedding[own_tokens.start : own_tokens.stop]
         self.softcap = spec.final_softcap
+        self.scale = spec.logit_scale
         self._batch_invariant = source.batch_invariant
         self.bias: Tensor | None = None
         if spec.head_bias:
@@ -78,6 +79,10 @@ class Head:
         if self.bias is not None:
             # In place if the type allows: otherwise each captured graph keeps its logits twice.
             logits = logits.add_(self.bias) if logits.dtype == torch.float32 else logits + self.bias
+        if self.scale != 1.0:
+            logits = (
+                logits.mul_(self.scale) if logits.dtype == torch.float32 else logits * self.scale
+            )
         if not self.softcap:
             return logits
         return logits.float().div_(self.softcap).tanh_().mul_(self.softcap)

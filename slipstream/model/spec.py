@@ -10,6 +10,8 @@ Tensor names, in a checkpoint and in an engine. Weights are [out_features, in_fe
     input_layernorm.weight        [hidden]
     attention.qkv.weight          [(heads + 2 kv_heads) * head_size, hidden]
     attention.q_layernorm.weight  [head_size]   with qk-norm; k_layernorm likewise
+                                  [heads * head_size] and [kv_heads * head_size] if heads have
+                                  weights of their own, see `qk_norm_kind`
     attention.dense.weight        [hidden, heads * head_size]   the output projection (o_proj)
     post_layernorm.weight         [hidden]
     pre_feedforward_layernorm, post_feedforward_layernorm
@@ -26,7 +28,7 @@ and in place of fc, gate and proj, where a layer has experts, whose rows follow 
     mlp.experts.proj.weight       [experts * hidden, expert_ffn]
     mlp.shared.gate_up.weight     [2 * shared_ffn, hidden]   the expert of all tokens, if any
     mlp.shared.proj.weight        [hidden, shared_ffn]
-    mlp.shared_share.weight       [1, hidden]   the router of the shared expert
+    mlp.shared_share.weight       [1, hidden]   the router of the shared expert, if it has one
 
 Outside the layers:
 
@@ -34,11 +36,13 @@ Outside the layers:
     transformer.project_in.weight          [hidden, embedding]
     transformer.project_out.weight         [embedding, hidden]
     transformer.position_embedding.weight  [positions, hidden]   learned positions only
+    transformer.ln_embed.weight            [hidden]   if the embeddings are normalised
     transformer.ln_f.weight                [hidden]   if there is a final norm
     lm_head.weight                         [vocab, embedding]   absent if the embeddings are tied
 
-Linear layers have a `.bias` as well if the spec says so, norms if they are layer norms. An engine
-holds `mlp.gate_up.weight` [2 * ffn, hidden] (rows of fc, then rows of gate) in place of the two.
+Linear layers have a `.bias` as well if the spec says so, norms if they are layer norms with a bias.
+An engine holds `mlp.gate_up.weight` [2 * ffn, hidden] (rows of fc, then rows of gate) in place of
+the two.
 """
 
 from __future__ import annotations
@@ -56,6 +60,9 @@ _ALIGNED_VOCABULARY_FROM = 1024  # tokens of a part; smaller parts are not round
 
 
 RopeKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
+# shared: the same weights for all heads; head: weights for each head; all: one norm over the heads
+# together; plain: each head without weights, in layers with RoPE only
+QkNormKind = Literal["shared", "head", "all", "plain"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,29 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class QueryScaling:
+    """Queries at later positions are scaled up: by 1 + beta * log(1 + floor((position + offset) /
+    interval)).
+    """
+
+    beta: float
+    interval: int  # tokens
+    offset: int = 0
+    unrotated_only: bool = False  # in the layers without RoPE only
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Position biases of attention: the score of a query and a key falls with their distance. Each
+    head has its own slope.
+    """
+
+    largest_exponent: float = 8.0  # the slopes are 2 ** -exponent, in equal steps up to this one
+    scale: float = 1.0  # factor of the biases
+    rounded: bool = False  # whether slopes and biases are rounded to bfloat16
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture of experts, with a few experts per token."""
 
@@ -89,6 +119,10 @@ class Experts:
     ffn_size: int
     normalised: bool = True  # whether the routing weights of a token sum to 1
     shared_ffn_size: int = 0  # size of the expert that every token takes; 0: no such expert
+    shared_router: bool = True  # whether a router of its own weighs the shared expert
+    # routing weights: softmax over all experts, or the sigmoid of the chosen experts' logits
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    weighted_inputs: bool = False  # whether the routing weights scale inputs, not outputs
     layers: tuple[bool, ...] | None = None  # layers that have experts; None: all
 
     def __post_init__(self) -> None:
@@ -121,28 +155,43 @@ class ModelSpec:
     head_size: int
     ffn_size: int
     max_positions: int
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"] = "silu"
     gated_mlp: bool = True
     norm: Literal["rms", "layer"] = "rms"
     norm_epsilon: float = 1e-6
-    norm_offset: float = 0.0  # added to the stored weights of RMS norms
+    norm_offset: float = 0.0  # added to the stored weights of norms
+    norm_weights: bool = True  # False: norms have neither weights nor biases
+    norm_bias: bool = True  # whether layer norms have a bias
+    input_norms: bool = True  # False: attention and MLP take the residual stream as it is
     output_norms: bool = False  # whether the outputs of attention and MLP are normalised
     parallel_residual: bool = False  # whether the MLP takes the input of attention, not its output
     shared_norm: bool = False  # with a parallel residual: one norm before both, no post_layernorm
     embedding_scale: float = 1.0
+    embedding_norm: bool = False  # whether the embeddings are normalised
+    residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
+    logit_scale: float = 1.0
     attention_scale: float | None = None  # factor of the scores; None: 1 / sqrt(head_size)
     attention_softcap: float = 0.0  # bound of the scores; 0: none
     final_softcap: float = 0.0  # bound of the logits; 0: none
-    position: Literal["rope", "learned"] = "rope"
+    attention_chunk: int | None = (
+        None  # tokens attend within chunks of this length; None: no chunks
+    )
+    query_scaling: QueryScaling | None = None
+    position: Literal["rope", "learned", "alibi"] = "rope"
+    alibi: Alibi | None = None  # with position "alibi"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     sliding_rope_theta: float | None = None  # theta of layers with a window; None: as the others
     rotary_fraction: float = 1.0  # leading share of a head that is rotated
+    rotated_layers: tuple[bool, ...] | None = None  # layers with RoPE; None: all
     qkv_bias: bool = False
     o_proj_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    qkv_clip: float = 0.0  # bound of queries, keys and values; 0: none
     qk_norm: bool = False
+    qk_norm_kind: QkNormKind = "shared"
+    qk_norm_bias: bool = False
     tied_embeddings: bool = False
     sliding_window: int | None = None  # tokens that a token attends to, with itself
     sliding_layers: tuple[bool, ...] | None = None  # layers with the window; None: all
@@ -180,6 +229,12 @@ class ModelSpec:
             raise ValueError(
                 f"sliding_layers has {len(self.sliding_layers)} layers, the model has {self.layers}"
             )
+        if self.rotated_layers is not None and len(self.rotated_layers) != self.layers:
+            raise ValueError(
+                f"rotated_layers has {len(self.rotated_layers)} layers, the model has {self.layers}"
+            )
+        if (self.position == "alibi") != (self.alibi is not None):
+            raise ValueError("position 'alibi' and the option alibi go together")
         expert_layers = self.experts.layers if self.experts is not None else None
         if expert_layers is not None and len(expert_layers) != self.layers:
             raise ValueError(
@@ -190,6 +245,10 @@ class ModelSpec:
         others = self.output_norms or self.parallel_residual or self.final_norm
         if self.norms_after and (others or self.norm != "layer"):
             raise ValueError("norms_after go with layer norm, a plain residual and no final norm")
+        if not self.input_norms and not self.output_norms:
+            raise ValueError("without input_norms there must be output_norms")
+        if self.residual_scale != 1.0 and (self.output_norms or self.norms_after):
+            raise ValueError("residual_scale goes with norms before attention and MLP only")
         if self.output_norms if self.parallel_residual else self.shared_norm:
             raise ValueError(
                 "output_norms go with a sequential residual, shared_norm with a parallel one"
@@ -240,6 +299,32 @@ class ModelSpec:
     def window_of_layer(self, layer: int) -> int | None:
         slides = self.sliding_layers is None or self.sliding_layers[layer]
         return self.sliding_window if slides else None
+
+    def rotates_layer(self, layer: int) -> bool:
+        """Return whether a layer has RoPE."""
+        return self.position == "rope" and (
+            self.rotated_layers is None or self.rotated_layers[layer]
+        )
+
+    def chunk_of_layer(self, layer: int) -> int | None:
+        """Return the length of a layer's chunks of attention. Layers without RoPE have none."""
+        return self.attention_chunk if self.rotates_layer(layer) else None
+
+    def scales_queries(self, layer: int) -> bool:
+        """Return whether a layer scales its queries by position."""
+        scaling = self.query_scaling
+        return scaling is not None and not (scaling.unrotated_only and self.rotates_layer(layer))
+
+    def normalises_qk(self, layer: int) -> bool:
+        """Return whether a layer normalises queries and keys."""
+        return self.qk_norm and (self.qk_norm_kind != "plain" or self.rotates_layer(layer))
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """The number of weights of the norms of queries and of keys."""
+        if self.qk_norm_kind == "shared":
+            return self.head_size, self.head_size
+        return self.q_size, self.kv_size
 
     def kv_heads_of(self, rank: int, ranks: int) -> range:
         """Return the KV heads of a rank. With fewer heads than ranks, several ranks have the same
@@ -296,8 +381,13 @@ class ModelSpec:
             for factors in ("short_factors", "long_factors"):
                 scaling[factors] = tuple(scaling.get(factors, ()))
             values["rope_scaling"] = RopeScaling(**scaling)
-        if values.get("sliding_layers") is not None:
-            values["sliding_layers"] = tuple(values["sliding_layers"])
+        for name in ("sliding_layers", "rotated_layers"):
+            if values.get(name) is not None:
+                values[name] = tuple(values[name])
+        if values.get("query_scaling") is not None:
+            values["query_scaling"] = QueryScaling(**values["query_scaling"])
+        if values.get("alibi") is not None:
+            values["alibi"] = Alibi(**values["alibi"])
         if values.get("experts") is not None:
             layers = values["experts"].get("layers")
             values["experts"] = Experts(**{**values["experts"], "layers": layers and tuple(layers)})
@@ -319,23 +409,36 @@ _CONFIG_KEYS = {
     "norm": "norm",
     "norm_epsilon": "norm_epsilon",
     "norm_offset": "norm_offset",
+    "norm_weights": "norm_weights",
+    "norm_bias": "norm_bias",
+    "input_norms": "input_norms",
     "output_norms": "inter_layernorms",
     "parallel_residual": "parallel_attention",
     "shared_norm": "shared_norm",
     "embedding_scale": "embedding_scale",
+    "embedding_norm": "embedding_norm",
+    "residual_scale": "residual_scale",
+    "logit_scale": "logit_scale",
     "attention_scale": "attention_scale",
     "attention_softcap": "attn_logit_softcapping",
     "final_softcap": "final_logit_softcapping",
+    "attention_chunk": "attention_chunk_size",
+    "query_scaling": "query_scaling",
     "position": "position_embedding_type",
+    "alibi": "alibi",
     "rope_theta": "rotary_base",
     "rope_scaling": "rotary_scaling",
     "sliding_rope_theta": "rope_local_base_freq",
     "rotary_fraction": "rotary_pct",
+    "rotated_layers": "rotated_layers",
     "qkv_bias": "attn_bias",
     "o_proj_bias": "dense_bias",
     "mlp_bias": "mlp_bias",
     "head_bias": "head_bias",
+    "qkv_clip": "clip_qkv",
     "qk_norm": "qk_layernorm",
+    "qk_norm_kind": "qk_norm_kind",
+    "qk_norm_bias": "qk_norm_bias",
     "tied_embeddings": "share_embedding_table",
     "sliding_window": "sliding_window",
     "sliding_layers": "sliding_layers",
@@ -369,6 +472,6 @@ def _check_sizes(holder: Experts | ModelSpec, *names: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, RopeScaling | Experts):
+    if isinstance(value, RopeScaling | Experts | QueryScaling | Alibi):
         return {key: _plain(item) for key, item in asdict(value).items()}
     return list(value) if isinstance(value, tuple) else value

@@ -35,7 +35,15 @@ from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.experts import Mixture
 from slipstream.model.head import Head
 from slipstream.model.linear import Tensors
+from slipstream.model.norms import normed_sum, take_norm
 from slipstream.model.position import rotary_table
+from slipstream.model.query_key import (
+    attention_slopes,
+    check_device,
+    head_weights,
+    norms_in_kernel,
+    prepared_heads,
+)
 from slipstream.model.spec import ModelSpec
 
 RopeTables = tuple[Tensor, Tensor]  # cosine and signed sine
@@ -78,6 +86,7 @@ class Transformer:
         self.cache_dtype = cache_dtype or dtype
         self.options = options
         self.operations = operations_on(device)
+        check_device(spec, device)
         source = Tensors(
             tensors,
             dtype,
@@ -91,12 +100,13 @@ class Transformer:
         self._take_projections(source)
         # Rounded as the model was trained with it, in the type of its embedding.
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+        self.embedding_norm = _embedding_norm(spec, source)
         self._take_positions(source, positions)
         self.layers = [
             Layer(spec, index, source, self.operations, options, ranks)
             for index in range(spec.layers)
         ]
-        self.final_norm = _norm(spec, source, "transformer.ln_f") if spec.final_norm else None
+        self.final_norm = take_norm(spec, source, "transformer.ln_f") if spec.final_norm else None
         self.head = Head(spec, source, self.embedding, ranks)
         self.score = _score_layer(spec, source)
         source.close()
@@ -109,11 +119,14 @@ class Transformer:
         spec = self.spec
         self.position_embedding: Tensor | None = None
         self.rope: dict[float | None, RopeTables] = {}  # by a layer's theta
+        if spec.position == "alibi":
+            return
         if spec.position == "learned":
             shape = (spec.max_positions, spec.hidden_size)
             self.position_embedding = source.take("transformer.position_embedding.weight", shape)
         else:
-            for theta in {spec.theta_of_layer(index) for index in range(spec.layers)}:
+            rotated = filter(spec.rotates_layer, range(spec.layers))
+            for theta in {spec.theta_of_layer(index) for index in rotated}:
                 cosine, sine = rotary_table(spec, positions, theta)
                 self.rope[theta] = (
                     torch.from_numpy(cosine).to(self.device),
@@ -203,25 +216,36 @@ class Transformer:
             hidden *= self.embedding_scale
         if self.position_embedding is not None:
             hidden += functional.embedding(step.positions, self.position_embedding)
+        if self.embedding_norm is not None:
+            hidden = self.operations.normalise(hidden, self.embedding_norm)
         rope_at = self.operations.rope_at
         ropes = {
             theta: rope_at(*tables, step.positions, self.dtype)
             for theta, tables in self.rope.items()
         }
-        if self.spec.norms_after:
+        first_norm = self.layers[0].input_norm
+        if self.spec.norms_after or first_norm is None:
             x: Input = hidden.to(self.dtype)
         else:
-            x = self.operations.add_norm(hidden, None, self.layers[0].input_norm)
+            x = self.operations.add_norm(hidden, None, first_norm)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             # After the last layer only sampled tokens are used; of the others, keys and values
             # are enough. Adapters are planned for all tokens of a step.
             wanted = step.samples if layer is self.layers[-1] and step.adapters is None else None
-            hidden, x = layer(hidden, x, step, ropes.get(layer.theta), layer_cache, wanted)
+            rope = ropes[layer.theta] if layer.rotates else None
+            hidden, x = layer(hidden, x, step, rope, layer_cache, wanted)
         if step.samples is not None and step.adapters is not None:
             x = pick(x, step.samples)
         if self.project_out is not None:
             x = self.project_out(plain(x))
         return x
+
+
+def _embedding_norm(spec: ModelSpec, source: Tensors) -> Norm | None:
+    if not spec.embedding_norm:
+        return None
+    norm = take_norm(spec, source, "transformer.ln_embed")
+    return replace(norm, dtype=torch.float32)  # the residual stream's type
 
 
 def _score_layer(spec: ModelSpec, source: Tensors) -> Callable[[Tensor], Tensor] | None:
@@ -253,8 +277,13 @@ class Layer:
         self.dtype = source.dtype
         scale = spec.attention_scale or spec.head_size**-0.5
         window = spec.window_of_layer(index)
-        self.rule = AttentionRule(scale, window, softcap=spec.attention_softcap)
+        self.rule = AttentionRule(
+            scale, window, softcap=spec.attention_softcap, chunk=spec.chunk_of_layer(index)
+        )
+        if spec.alibi is not None:
+            self.rule = replace(self.rule, slopes=attention_slopes(spec.alibi, spec.heads, ranks))
         self.theta = spec.theta_of_layer(index)
+        self.rotates = spec.rotates_layer(index)
         name = f"transformer.layers.{index}"
         self._take_attention(source, name)
         up_proj = f"{name}.mlp.{'gate_up' if spec.gated_mlp else 'fc'}"
@@ -269,24 +298,29 @@ class Layer:
             self.mixture = Mixture(spec, source, f"{name}.mlp", self.activate, ranks)
             return
         self._take_mlp(source, up_proj, f"{name}.mlp.proj")
-        plain_residual = not (spec.norms_after or spec.parallel_residual or spec.output_norms)
+        plain_residual = spec.residual_scale == 1.0 and not (
+            spec.norms_after or spec.parallel_residual or spec.output_norms
+        )
         # A sum over the ranks belongs between linear layer and norm, so one kernel cannot be both.
         if plain_residual and options.fused_gemv and ranks.size == 1:
+            assert self.post_norm is not None
             self.fused_o_proj = fuse_residual_norm(self.o_proj, self.post_norm, self.up_proj)
 
     def _take_attention(self, source: Tensors, name: str) -> None:
         spec = self.spec
-        self.input_norm = _norm(spec, source, f"{name}.input_layernorm", f"{name}.attention.qkv")
+        self.input_norm: Norm | None = None
+        if spec.input_norms:
+            qkv = f"{name}.attention.qkv"
+            self.input_norm = take_norm(spec, source, f"{name}.input_layernorm", qkv)
         self.qkv = source.linear(
             f"{name}.attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias
         )
         self.q_norm: Tensor | None = None
         self.k_norm: Tensor | None = None
-        if spec.qk_norm:
-            q_name = f"{name}.attention.q_layernorm.weight"
-            k_name = f"{name}.attention.k_layernorm.weight"
-            self.q_norm = _norm_weight(spec, source, q_name, spec.head_size)
-            self.k_norm = _norm_weight(spec, source, k_name, spec.head_size)
+        if norms_in_kernel(spec, self.index):
+            self.q_norm = head_weights(spec, source, f"{name}.attention.q_layernorm")
+            self.k_norm = head_weights(spec, source, f"{name}.attention.k_layernorm")
+        self.prepare_heads = prepared_heads(spec, self.index, source, f"{name}.attention")
         self.o_proj = source.linear(
             f"{name}.attention.dense", spec.hidden_size, spec.q_size, spec.o_proj_bias
         )
@@ -298,12 +332,12 @@ class Layer:
         self.attended_norm: Norm | None = None
         self.mlp_norm: Norm | None = None
         if spec.output_norms:
-            self.attended_norm = _norm(spec, source, f"{name}.post_layernorm")
-            self.mlp_norm = _norm(spec, source, f"{name}.post_feedforward_layernorm")
+            self.attended_norm = take_norm(spec, source, f"{name}.post_layernorm")
+            self.mlp_norm = take_norm(spec, source, f"{name}.post_feedforward_layernorm")
         self.post_norm = self.input_norm
-        if not spec.shared_norm:
+        if not spec.shared_norm and spec.input_norms:
             between = "pre_feedforward_layernorm" if spec.output_norms else "post_layernorm"
-            self.post_norm = _norm(spec, source, f"{name}.{between}", up_proj)
+            self.post_norm = take_norm(spec, source, f"{name}.{between}", up_proj)
         self.next_norm: Norm | None = None  # the norm behind this layer: see `set_consumer`
 
     def _take_mlp(self, source: Tensors, up_proj: str, down_proj: str) -> None:
@@ -357,11 +391,11 @@ class Layer:
         else:
             delta = self._adapted(self.o_proj(attended), attended, step, O_PROJ)
             if self.spec.norms_after:
-                x = _normed_sum(hidden, self.ranks.sum(delta), self.input_norm)
+                x = normed_sum(hidden, self.ranks.sum(delta), self.input_norm)
                 output = self.ranks.sum(self.mlp(x, step))
-                return hidden, _normed_sum(hidden, output, self.post_norm)
+                return hidden, normed_sum(hidden, output, self.post_norm)
             if self.spec.parallel_residual:
-                if not self.spec.shared_norm:
+                if not self.spec.shared_norm and self.post_norm is not None:
                     x = self.operations.add_norm(hidden, None, self.post_norm)
                 return hidden, self._sum(hidden, delta + self.mlp(x, step), self.next_norm)
             x = self._sum(hidden, delta, self.post_norm, self.attended_norm)
@@ -375,6 +409,8 @@ class Layer:
         """Add delta, summed over the ranks and normalised by `own_norm`, to the residual stream in
         place. Return the sum normalised by `norm`.
         """
+        if self.spec.residual_scale != 1.0 and own_norm is None:
+            delta = delta * self.spec.residual_scale
         if own_norm is None and norm is not None:
             return self.add_norm(hidden, delta, norm)
         delta = self.ranks.sum(delta)
@@ -390,6 +426,8 @@ class Layer:
         keys, values = cache.unbind()
         qkv = self._adapted(self.qkv(x), x, step, QKV)
         heads = qkv.view(-1, spec.heads + 2 * spec.kv_heads, spec.head_size)
+        if self.prepare_heads is not None:
+            heads = self.prepare_heads(heads, step.positions)
         queries = self.operations.rotate_write(
             heads,
             step.positions,
@@ -424,18 +462,6 @@ class Layer:
         return y
 
 
-def _normed_sum(hidden: Tensor, delta: Tensor, norm: Norm) -> Tensor:
-    """Add delta to the residual stream and normalise it, in place; return it in delta's type."""
-    assert norm.bias is not None
-    hidden += delta
-    shape = norm.weight.shape
-    normalised = functional.layer_norm(
-        hidden, shape, norm.weight.float(), norm.bias.float(), norm.epsilon
-    )
-    hidden.copy_(normalised)
-    return hidden.to(delta.dtype)
-
-
 def _activation(spec: ModelSpec, operations: Operations, fp8: bool) -> Callable[[Tensor], Any]:
     """Return the function between the MLP's two linear layers: [tokens, 2 * ffn], or [tokens, ffn]
     without a gate → an `Input` [tokens, ffn].
@@ -446,21 +472,3 @@ def _activation(spec: ModelSpec, operations: Operations, fp8: bool) -> Callable[
     if spec.activation != "silu":
         return partial(gated, activation=activation)
     return operations.silu_gated_quantised if fp8 else operations.silu_gated
-
-
-def _norm(spec: ModelSpec, source: Tensors, name: str, consumer: str = "") -> Norm:
-    """Return a norm. consumer: the name of the one linear layer that takes its result; the norm
-    quantises the result where that layer takes fp8.
-    """
-    weight = _norm_weight(spec, source, f"{name}.weight", spec.hidden_size)
-    bias: Tensor | None = None
-    if spec.norm == "layer":
-        bias = source.take(f"{name}.bias", (spec.hidden_size,), torch.float32)
-    return Norm(weight, bias, spec.norm_epsilon, source.takes_fp8_inputs(consumer), source.dtype)
-
-
-def _norm_weight(spec: ModelSpec, source: Tensors, name: str, size: int) -> Tensor:
-    """Return a norm's weight in float32: 16 bits would round its sum with the offset, and the
-    normalised values before they are scaled.
-    """
-    return source.take(name, (size,), torch.float32) + spec.norm_offset

@@ -101,6 +101,7 @@ class CheckpointSource:
         except (KeyError, TypeError, ValueError) as error:
             raise SourceError(f"{path}: damaged: {error}; convert the model again") from error
         self.ranks = mapping.world_size
+        self.stages = mapping.pp_size
         self._tensors = RankedTensors(folder, self.spec, mapping)
 
     @property

@@ -152,6 +152,8 @@ def checkpoint_shapes(spec: ModelSpec) -> dict[str, Shape]:
         shapes["transformer.project_out.weight"] = (spec.embedding_size, spec.hidden_size)
     if spec.position == "learned":
         shapes["transformer.position_embedding.weight"] = (spec.max_positions, spec.hidden_size)
+    if spec.embedding_norm:
+        shapes.update(_norm("transformer.ln_embed", spec))
     for layer in range(spec.layers):
         shapes.update(_layer_shapes(spec, layer, f"transformer.layers.{layer}."))
     if spec.final_norm:
@@ -166,15 +168,15 @@ def checkpoint_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def _layer_shapes(spec: ModelSpec, layer: int, prefix: str) -> Iterator[tuple[str, Shape]]:
-    yield from _norm(f"{prefix}input_layernorm", spec)
+    if spec.input_norms:
+        yield from _norm(f"{prefix}input_layernorm", spec)
     yield from _linear(f"{prefix}attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias)
-    if spec.qk_norm:
-        yield f"{prefix}attention.q_layernorm.weight", (spec.head_size,)
-        yield f"{prefix}attention.k_layernorm.weight", (spec.head_size,)
+    if spec.normalises_qk(layer) and spec.qk_norm_kind != "plain":
+        yield from _qk_norms(spec, f"{prefix}attention.")
     yield from _linear(f"{prefix}attention.dense", spec.hidden_size, spec.q_size, spec.o_proj_bias)
     if not spec.shared_norm:
         yield from _norm(f"{prefix}post_layernorm", spec)
-    if spec.output_norms:
+    if spec.output_norms and spec.input_norms:
         yield from _norm(f"{prefix}pre_feedforward_layernorm", spec)
     experts = spec.experts_of_layer(layer)
     if experts is None:
@@ -199,6 +201,7 @@ def _expert_shapes(experts: Experts, hidden_size: int, prefix: str) -> Iterator[
     if experts.shared_ffn_size:
         yield f"{prefix}shared.gate_up.weight", (2 * experts.shared_ffn_size, hidden_size)
         yield f"{prefix}shared.proj.weight", (hidden_size, experts.shared_ffn_size)
+    if experts.shared_ffn_size and experts.shared_router:
         yield f"{prefix}shared_share.weight", (1, hidden_size)
 
 
@@ -208,9 +211,19 @@ def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Iterator[tuple[
         yield f"{name}.bias", (outputs,)
 
 
+def _qk_norms(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
+    q_size, k_size = spec.qk_norm_sizes
+    for name, size in (("q_layernorm", q_size), ("k_layernorm", k_size)):
+        yield f"{prefix}{name}.weight", (size,)
+        if spec.qk_norm_bias:
+            yield f"{prefix}{name}.bias", (size,)
+
+
 def _norm(name: str, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    if not spec.norm_weights:
+        return
     yield f"{name}.weight", (spec.hidden_size,)
-    if spec.norm == "layer":
+    if spec.norm == "layer" and spec.norm_bias:
         yield f"{name}.bias", (spec.hidden_size,)
 
 

@@ -51,6 +51,11 @@ class RankMapping:
                 f"tp_size {self.tp_size} does not divide this model: it has {spec.heads} heads, "
                 f"{spec.kv_heads} KV heads and {ffn_size} feed-forward columns"
             )
+        if self.tp_size > 1 and spec.qk_norm and spec.qk_norm_kind == "all":
+            raise ValueError(
+                f"tp_size {self.tp_size} does not divide this model: it normalises queries and "
+                "keys over all heads together"
+            )
         if spec.layers % self.pp_size:
             raise ValueError(
                 f"pp_size {self.pp_size} does not divide this model's {spec.layers} layers"
@@ -104,6 +109,8 @@ def compute_part(spec: ModelSpec, parameter: str, whole: Shape, tp_rank: int, tp
         return everything
     if ".attention.qkv." in parameter:
         return Part(_qkv_rows(spec, tp_rank, tp_size))
+    if spec.qk_norm_kind == "head" and ("_layernorm." in parameter and ".attention." in parameter):
+        return engine_part(spec, parameter, whole, tp_rank, tp_size)
     if ".mlp.fc." in parameter or ".mlp.gate." in parameter:
         return Part((_share(whole[0], tp_rank, tp_size),))
     if spec.experts is not None and ".mlp.experts.gate_up." in parameter:
@@ -132,6 +139,9 @@ def engine_part(spec: ModelSpec, name: str, whole: Shape, rank: int, ranks: int)
         return everything
     if linear.endswith(".attention.qkv"):
         return Part(_qkv_rows(spec, rank, ranks))
+    if spec.qk_norm_kind == "head" and linear.endswith((".q_layernorm", ".k_layernorm")):
+        queries, keys, _ = _qkv_rows(spec, rank, ranks)
+        return Part((queries if linear.endswith(".q_layernorm") else _moved(keys, -spec.q_size),))
     if linear.endswith(".mlp.fc"):
         return Part((_share(whole[0], rank, ranks),))
     if linear.endswith((".mlp.gate_up", ".shared.gate_up")):
@@ -152,6 +162,10 @@ def engine_part(spec: ModelSpec, name: str, whole: Shape, rank: int, ranks: int)
         tokens = spec.vocabulary_of(rank, ranks)
         return Part(((tokens.start, tokens.stop),))
     return everything
+
+
+def _moved(rows: Range, by: int) -> Range:
+    return rows[0] + by, rows[1] + by
 
 
 def _share(size: int, tp_rank: int, tp_size: int) -> Range:

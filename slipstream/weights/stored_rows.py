@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.model.families.family import Recipe
 from slipstream.weights.parameters import (
     PLAIN_FORMS,
     EngineParameter,
@@ -63,13 +64,18 @@ def _describe(
     """Return the parts of a parameter as stored; () if the build has to convert it."""
     forms = stored.forms().keys()
     recipes = [source.recipe(part) for part in parameter.parts]
-    if any(recipe.transposed or not forms >= set(recipe.sources) for recipe in recipes):
+    if any(not _keeps_rows(recipe) or not forms >= set(recipe.sources) for recipe in recipes):
         return ()
     parts = []
     for form, pieces in groupby(_pieces(source, stored, parameter), lambda piece: piece.form):
         parts.append(StoredRows(form, sum(piece.rows for piece in pieces)))
     plain = any(part.form in PLAIN_FORMS for part in parts)
     return () if plain and len(parts) > 1 else tuple(parts)
+
+
+def _keeps_rows(recipe: Recipe) -> bool:
+    """Return whether the rows of a parameter are rows of its sources."""
+    return not (recipe.transposed or recipe.stacked or recipe.flat or recipe.unit_rows)
 
 
 def _pieces(source: Source, stored: StoredMatrices, parameter: EngineParameter) -> Iterator[_Piece]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.model.families.family import Recipe
 from slipstream.weights.sources.source import Source, SourceError
 
 if TYPE_CHECKING:
@@ -51,21 +52,45 @@ def check_disk(output: Path, needed: int) -> None:
 
 def parameter_rows(source: Source, parts: tuple[str, ...]) -> Iterator[torch.Tensor]:
     """Yield the rows of checkpoint parameters in blocks, one parameter after the other."""
-    import torch
-
     for part in parts:
         recipe = source.recipe(part)
-        if recipe.rows is not None:
-            joined = torch.cat(
-                [block for name in recipe.sources for block in source.read_rows(name)]
-            )
-            yield joined[torch.tensor(recipe.rows())]
+        if recipe.rows is None:
+            for name in recipe.sources:
+                yield from _made_rows(source.read_rows(name), recipe)
             continue
-        for name in recipe.sources:
-            if recipe.transposed:
-                yield torch.cat(list(source.read_rows(name))).t().contiguous()
-            else:
-                yield from source.read_rows(name)
+        yield _ordered([source.read_rows(name) for name in recipe.sources], recipe)
+
+
+def _ordered(sources: list[Iterator[torch.Tensor]], recipe: Recipe) -> torch.Tensor:
+    """Return the rows of all sources in the order of the recipe."""
+    import torch
+
+    assert recipe.rows is not None
+    blocks: list[torch.Tensor] = []
+    for source in sources:
+        blocks += _made_rows(source, recipe)
+    return torch.cat(blocks)[torch.tensor(recipe.rows())]
+
+
+def _made_rows(blocks: Iterator[torch.Tensor], recipe: Recipe) -> Iterator[torch.Tensor]:
+    """Yield the rows of a parameter out of the blocks of one source."""
+    import torch
+
+    if recipe.transposed or recipe.stacked:
+        whole = torch.cat(list(blocks))
+        if recipe.stacked:
+            whole = whole.reshape(recipe.stacked, -1, whole.shape[-1])
+        if recipe.transposed:
+            whole = whole.transpose(-1, -2)
+        yield whole.reshape(-1, whole.shape[-1]).contiguous()
+        return
+    for block in blocks:
+        if recipe.flat:
+            yield block.flatten()
+        elif recipe.unit_rows:
+            yield torch.nn.functional.normalize(block.float())
+        else:
+            yield block
 
 
 def tensor_bytes(block: torch.Tensor, dtype: str) -> memoryview:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slipstream.engine.cache.window import Window
 from slipstream.kernels import attention
 from slipstream.kernels.attention import plan_attention
-from slipstream.kernels.attention_rule import AttentionRule, cache_shape
+from slipstream.kernels.attention_rule import AttentionRule, Slopes, cache_shape
 
 BLOCK = 4
 
@@ -33,6 +33,12 @@ def reference(q, k, v, start, rule):
     seen = position <= query
     if rule.window is not None:
         seen &= (position > query - rule.window) | (position < rule.sinks)
+    if rule.chunk is not None:
+        seen &= position // rule.chunk == query // rule.chunk
+    if rule.slopes is not None:
+        slopes = torch.tensor(rule.slopes.by_head, dtype=torch.float64)[:, None, None]
+        biases = slopes * (position if rule.slopes.rounded else position - query)
+        scores = scores + rule.slopes.scale * biases
     return torch.einsum("hnl,lhd->nhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
 
 
@@ -49,14 +55,20 @@ rows = st.lists(st.tuples(st.integers(0, 40), counts), min_size=1, max_size=6)
     st.sampled_from([None, 1, 5, 8, 100]),
     st.sampled_from([0, 0, 3]),
     st.sampled_from([0.0, 0.0, 2.5]),
+    st.sampled_from([None, None, 1, 7, 32]),
+    st.sampled_from([None, None, (1.0, False), (0.5, False), (0.5, True)]),
     st.booleans(),
     st.sampled_from([1, 10**9]),
     st.integers(0, 1000),
 )
 def test_paged_attention_equals_the_formula(
-    mix, heads, window, sinks, softcap, scattered, gemm_from, seed
+    mix, heads, window, sinks, softcap, chunk, biases, scattered, gemm_from, seed
 ):
-    rule = AttentionRule(0.3, window, sinks, softcap)
+    slopes = None
+    if biases is not None:
+        # powers of two times small positions are values of bfloat16
+        slopes = Slopes(tuple(2.0**-head for head in range(heads[0])), biases[1], biases[0])
+    rule = AttentionRule(0.3, window, sinks, softcap, chunk, slopes)
     with mock.patch.object(attention, "_GEMM_FROM_TOKENS", gemm_from):
         check_against_formula(mix, heads, rule, scattered, seed)
 

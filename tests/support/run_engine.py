@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from slipstream.engine.plan import StepPlan
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
+from slipstream.kernels import invariant_attention
 from slipstream.kernels.attention import plan_attention
+from slipstream.kernels.options import KernelOptions
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.spec import ModelSpec
 from slipstream.model.transformer import Step, Transformer
@@ -125,6 +128,34 @@ def logits_of(
         with torch.inference_mode():
             found.append(model(step, cache))
     return found
+
+
+def logits_in_steps(
+    spec: ModelSpec,
+    tensors: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    sequence: list[int],
+    steps: Sequence[int],
+    options: KernelOptions = KernelOptions(),
+) -> torch.Tensor:
+    """Return the same for one sequence that is computed in steps of these numbers of tokens."""
+    device = torch.device("cpu")
+    model = Transformer(spec, tensors, dtype, device, positions=len(sequence), options=options)
+    plan = invariant_attention.plan_attention if options.deterministic else plan_attention
+    blocks = -(-len(sequence) // BLOCK)
+    cache = model.new_cache((blocks + 1) * BLOCK)
+    tables = np.arange(1, blocks + 1, dtype=np.int32)[None]
+    found = []
+    start = 0
+    for count in steps:
+        positions = torch.arange(start, start + count)
+        attention = plan(tables, np.array([start]), np.array([count]), BLOCK, cache)
+        tokens = torch.tensor(sequence[start : start + count])
+        step = Step(tokens, positions, BLOCK + positions, attention, samples=None)
+        with torch.inference_mode():
+            found.append(model(step, cache))
+        start += count
+    return torch.cat(found)
 
 
 def greedy_choices(model, sequences: list[list[int]]) -> list[list[int]]:

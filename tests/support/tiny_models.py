@@ -11,6 +11,7 @@ import torch
 from slipstream.model.spec import ModelSpec
 from slipstream.weights.parameters import Quantisation, engine_parameters
 from slipstream.weights.sources.hf_folder import HuggingFaceFolder
+from slipstream.weights.sources.source import check_source
 from slipstream.weights.stream import parameter_rows
 
 VOCABULARY = 96
@@ -98,11 +99,17 @@ def engine_tensors(model: Any) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
     """Return the spec and the tensors of the model's engine, without building it."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        source = HuggingFaceFolder(Path(folder), "tiny")
-        return source.spec, {
-            parameter.name: torch.cat(list(parameter_rows(source, parameter.parts)))
-            for parameter in engine_parameters(source.spec, Quantisation())
-        }
+        return folder_tensors(Path(folder))
+
+
+def folder_tensors(folder: Path) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
+    """Return the same of a model folder."""
+    source = HuggingFaceFolder(folder, "tiny")
+    check_source(source)
+    return source.spec, {
+        parameter.name: torch.cat(list(parameter_rows(source, parameter.parts)))
+        for parameter in engine_parameters(source.spec, Quantisation())
+    }
 
 
 def random_model(config: Any) -> Any:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 from slipstream.model.spec import ModelSpec
@@ -32,12 +33,45 @@ class Recipe:
 
     transposed: the source stores [in_features, out_features], as GPT-2's Conv1D does. rows: returns
     the order of the concatenated rows; None: unchanged. It is called only after the sizes have been
-    checked, because a damaged config may ask for an endless list.
+    checked, because a damaged config may ask for an endless list. stacked: each source holds this
+    many matrices, one after the other; 0: it is one matrix or vector. flat: the source is a matrix,
+    the parameter a vector. unit_rows: rows are scaled to length 1.
     """
 
     sources: tuple[str, ...]
     transposed: bool = False
     rows: Callable[[], Sequence[int]] | None = None
+    stacked: int = 0
+    flat: bool = False
+    unit_rows: bool = False
+
+    def parameter_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """Return the shape of the concatenated rows, before `rows` chooses from them; None: the
+        sources do not fit together.
+        """
+        rows = 0
+        columns: set[tuple[int, ...]] = set()
+        for shape in shapes:
+            made = self._made_shape(shape)
+            if made is None or 0 in made:
+                return None
+            rows += made[0]
+            columns.add(made[1:])
+        return (rows, *columns.pop()) if len(columns) == 1 else None
+
+    def _made_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        if self.flat:
+            return (prod(shape),)
+        if self.stacked and len(shape) > 1:
+            rows = prod(shape[:-1])
+            if rows % self.stacked:
+                return None
+            if self.transposed:
+                return (self.stacked * shape[-1], rows // self.stacked)
+            return (rows, shape[-1])
+        if not shape:
+            return None
+        return shape[::-1] if self.transposed else shape
 
 
 @dataclass(frozen=True)
@@ -45,10 +79,13 @@ class WeightMap:
     """The source names of the tensors of `model/spec.py`, without `.weight` and `.bias`.
 
     layer_prefix: contains `{layer}`. layers: maps a module of a layer to the source modules whose
-    rows it concatenates, once per expert if they contain `{expert}`. outer: the same outside the
-    layers. rows: the order of a module's rows where it differs from the source's. ignored: patterns
-    of whole names that are not parameters. optional_prefix: files may lack it on all names.
-    aliases: pairs of an alternative part of a name and its usual form.
+    rows it concatenates, once per expert or head if they contain `{expert}` or `{head}`. outer: the
+    same outside the layers. rows: the order of a module's rows where it differs from the source's.
+    flat: modules whose source is a matrix in place of a vector. unit_rows: modules whose rows are
+    scaled to length 1, in the models for which the function returns True. ignored: patterns of
+    whole names that are not parameters. optional_prefix: files may lack it on all names. aliases:
+    pairs of an alternative part of a name and its usual form. bare_weights: the ends of the names
+    of weights that do not end in `.weight`.
     """
 
     layer_prefix: str
@@ -56,9 +93,12 @@ class WeightMap:
     outer: Mapping[str, str]
     transposed: frozenset[str] = frozenset()
     rows: Mapping[str, RowOrder] = field(default_factory=dict)
+    flat: frozenset[str] = frozenset()
+    unit_rows: Mapping[str, Callable[[ModelSpec], bool]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     optional_prefix: str = ""
     aliases: tuple[tuple[str, str], ...] = ()
+    bare_weights: tuple[str, ...] = ()
 
     def recipe(self, parameter: str, spec: ModelSpec) -> Recipe:
         """Return the sources of a parameter; KeyError if the family has no such parameter."""
@@ -72,17 +112,36 @@ class WeightMap:
             prefix = self.layer_prefix.format(layer=layer)
             sources = tuple(f"{prefix}{source}.{kind}" for source in self._modules(module, spec))
         order = self.rows.get(module)
-        transposed = kind == "weight" and module in self.transposed
-        return Recipe(sources, transposed, partial(order, spec) if order is not None else None)
+        has_unit_rows = self.unit_rows.get(module)
+        return Recipe(
+            sources,
+            transposed=kind == "weight" and module in self.transposed,
+            rows=partial(order, spec) if order is not None else None,
+            stacked=self._stacked(module, spec),
+            flat=module in self.flat,
+            unit_rows=has_unit_rows is not None and has_unit_rows(spec),
+        )
 
     def _modules(self, module: str, spec: ModelSpec) -> Sequence[str]:
         sources = self.layers[module]
+        modules: list[str] = []
+        if any("{head}" in source for source in sources):
+            heads = spec.heads if module == "attention.q_layernorm" else spec.kv_heads
+            for head in range(heads):
+                modules += [source.format(head=head) for source in sources]
+            return modules
         if spec.experts is None or not any("{expert}" in source for source in sources):
             return sources
-        modules: list[str] = []
         for expert in range(spec.experts.count):
             modules += [source.format(expert=expert) for source in sources]
         return modules
+
+    def _stacked(self, module: str, spec: ModelSpec) -> int:
+        """Return the number of experts of a module whose sources hold all of them."""
+        if spec.experts is None or not module.startswith("mlp.experts."):
+            return 0
+        single = any("{expert}" in source for source in self.layers[module])
+        return 0 if single else spec.experts.count
 
     def ignores(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
@@ -93,6 +152,8 @@ class WeightMap:
         """
         for alias, ours in self.aliases:
             name = name.replace(alias, ours, 1)
+        if name.endswith(self.bare_weights):
+            name += ".weight"
         if not self.optional_prefix or name.startswith(
             (self.optional_prefix, "lm_head.", "score.")
         ):
@@ -109,7 +170,7 @@ class WeightMap:
         modules = list(self.outer.values())
         prefix = self.layer_prefix.format(layer="N")
         for sources in self.layers.values():
-            modules += [prefix + source.format(expert="N") for source in sources]
+            modules += [prefix + source.format(expert="N", head="N") for source in sources]
         weights = {f"{module}.weight" for module in modules}
         return weights | {f"{module}.bias" for module in modules}
 

@@ -18,6 +18,7 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu_squared",
 }
 _ROPE_KINDS: dict[str, RopeKind] = {
     "su": "longrope",
@@ -118,6 +119,39 @@ def windowed_layers(
     if window is None or not any(slides):
         return {}
     return {"sliding_window": int(window), "sliding_layers": None if all(slides) else slides}
+
+
+def rotated_layers(config: dict[str, Any]) -> tuple[bool, ...]:
+    """Return the layers with RoPE: by `no_rope_layers`, in which 1 means that a layer has it, or
+    all but every `no_rope_layer_interval`-th one.
+    """
+    layers = layer_numbers(config)
+    named = config.get("no_rope_layers")
+    if named:
+        if len(named) < len(layers):
+            raise UnsupportedModel(f"no_rope_layers names {len(named)} of {len(layers)} layers")
+        return tuple(bool(named[layer]) for layer in layers)
+    interval = config.get("no_rope_layer_interval") or 4
+    return tuple((layer + 1) % interval != 0 for layer in layers)
+
+
+def rope_by_window(
+    name: str, config: dict[str, Any], theta: float, sliding_theta: float
+) -> tuple[dict[str, Any], float]:
+    """Return the rotary parameters of layers without a window, and the base of those with one.
+
+    theta, sliding_theta: the bases where a config names none
+    """
+    given = config.get("rope_parameters") or {}
+    full = given.get("full_attention")
+    sliding = given.get("sliding_attention") or {}
+    if sliding.get("rope_type", "default") != "default":
+        raise UnsupportedModel(
+            f"{name} with rope_type={sliding['rope_type']} of sliding_attention is not supported"
+        )
+    if full is None:  # older configs have one place for both
+        full = {"rope_theta": theta, **(config.get("rope_scaling") or {})}
+    return full, float(sliding.get("rope_theta") or sliding_theta)
 
 
 def _rope_dictionary(config: dict[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slipstream.model.families.family import Family
+from slipstream.model.families.family import Family, RowOrder
 from slipstream.model.families.hf_config import decoder_spec
 from slipstream.model.families.llama import WEIGHTS as LLAMA_WEIGHTS
 from slipstream.model.spec import ModelSpec
 
+# the rows of gate and up projection in one tensor
+FUSED_MLP_ROWS: dict[str, RowOrder] = {
+    "mlp.fc": lambda spec: range(spec.ffn_size),
+    "mlp.gate": lambda spec: range(spec.ffn_size, 2 * spec.ffn_size),
+}
 WEIGHTS = replace(
     LLAMA_WEIGHTS,
     layers={
@@ -18,10 +23,7 @@ WEIGHTS = replace(
         "mlp.fc": ("mlp.gate_up_proj",),
         "mlp.gate": ("mlp.gate_up_proj",),
     },
-    rows={
-        "mlp.fc": lambda spec: range(spec.ffn_size),
-        "mlp.gate": lambda spec: range(spec.ffn_size, 2 * spec.ffn_size),
-    },
+    rows=FUSED_MLP_ROWS,
 )
 
 

@@ -26,9 +26,31 @@ def paired_rotation(spec: ModelSpec) -> list[int]:
     """Return the order for models that rotate neighbouring columns together: the first columns of
     all pairs, then the second ones, in every query and key. Other columns and values are unchanged.
     """
+    return [
+        *paired_heads(spec, spec.heads + spec.kv_heads),
+        *range(spec.q_size + spec.kv_size, spec.qkv_size),
+    ]
+
+
+def paired_heads(spec: ModelSpec, heads: int) -> list[int]:
+    """Return the same order of the columns of some queries or keys."""
     rotated = round(spec.head_size * spec.rotary_fraction)
     head = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, spec.head_size)]
     rows: list[int] = []
-    for start in range(0, spec.q_size + spec.kv_size, spec.head_size):
+    for start in range(0, heads * spec.head_size, spec.head_size):
         rows += [start + row for row in head]
-    return [*rows, *range(spec.q_size + spec.kv_size, spec.qkv_size)]
+    return rows
+
+
+def expert_halves(spec: ModelSpec) -> list[int]:
+    """Return the order for files that hold the gate projections of all experts, then all up
+    projections: both of one expert after the other.
+    """
+    assert spec.experts is not None
+    size = spec.experts.ffn_size
+    second = spec.experts.count * size
+    rows: list[int] = []
+    for start in range(0, second, size):
+        rows += range(start, start + size)
+        rows += range(second + start, second + start + size)
+    return rows

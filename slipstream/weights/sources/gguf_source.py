@@ -13,8 +13,9 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
 from slipstream.kernels.blocks import BLOCK_FORMATS
-from slipstream.model.families import gptj, phi3
+from slipstream.model.families import phi3
 from slipstream.model.families.family import Recipe, UnsupportedModel, WeightMap, collapse_layer
+from slipstream.model.families.gpt import gptj
 from slipstream.model.families.registry import FAMILIES, name_list
 from slipstream.model.spec import ModelSpec, RopeScaling
 from slipstream.weights.engine_config import GenerationDefaults, PoolingDefaults
@@ -123,6 +124,7 @@ _PLAIN = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}
 
 class GgufSource:
     def __init__(self, path: Path, label: str) -> None:
+        self.path = path
         self.label = label
         self.file = read_gguf(path).split_experts()
         self.architecture = _architecture(self.file)

@@ -21,6 +21,7 @@ from slipstream.model.spec import ModelSpec
 from slipstream.weights.engine_config import GenerationDefaults
 from slipstream.weights.parameters import Shape
 from slipstream.weights.sources.mapped_tensors import MappedTensors
+from slipstream.weights.sources.quantised_tensors import QuantisedTensors, check_method
 from slipstream.weights.sources.sentence_transformers import (
     has_output_layer,
     has_score_layer,
@@ -46,12 +47,9 @@ class HuggingFaceFolder:
         self._config = read_json(folder / "config.json")
         try:
             family = _find_family(folder, self._config)
-            method = (self._config.get("quantization_config") or {}).get("quant_method")
-            if method:
-                raise SourceError(
-                    f"{label}: the weights are quantised ({method}); import the unquantised model, "
-                    "and ask for --use_weight_only"
-                )
+            quantised = _quantisation(folder, self._config)
+            if quantised:
+                check_method(label, quantised)
             if self._config.get("is_causal") is False:
                 raise SourceError(
                     f"{label}: its attention goes in both directions (is_causal is false), which "
@@ -62,16 +60,31 @@ class HuggingFaceFolder:
             raise
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise SourceError(f"{folder / 'config.json'}: damaged: {error}") from error
-        architectures = self._config.get("architectures") or []
+        # some families call the model that generates "…Model", as others call a bare one
+        architectures = [
+            family.architectures[0] if name in family.architectures else name
+            for name in self._config.get("architectures") or []
+        ]
         self.generation = _generation(folder, self._config)
         self.pooling = read_pooling(folder, architectures)
         self._map = (
             family.weights if has_output_layer(architectures) else bare_names(family.weights)
         )
-        self._tensors = MappedTensors(
-            _shard_paths(folder), lambda name: _rename_tensor(self._map, name)
-        )
+        self._tensors = self._open_tensors(quantised)
         self.spec = self._without_output_layer(spec, architectures)
+
+    def _open_tensors(self, quantised: dict[str, Any]) -> MappedTensors | QuantisedTensors:
+        tensors = MappedTensors(
+            _shard_paths(self.folder), lambda name: _rename_tensor(self._map, name)
+        )
+        return QuantisedTensors(tensors, quantised, self.label) if quantised else tensors
+
+    @property
+    def expanded(self) -> str:
+        """How the weights of a quantised checkpoint are stored, which are expanded; empty: they
+        are not quantised.
+        """
+        return self._tensors.method if isinstance(self._tensors, QuantisedTensors) else ""
 
     def _without_output_layer(self, spec: ModelSpec, architectures: list[str]) -> ModelSpec:
         """Return the spec of a checkpoint that may have a score layer, or none, for logits."""
@@ -131,6 +144,18 @@ def _find_family(folder: Path, config: dict[str, Any]) -> Family:
         except SourceError:
             names = []  # names only add detail to the error
         return find_family(config, names)
+
+
+def _quantisation(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return how a checkpoint says that it is quantised; empty: it is not."""
+    settings: dict[str, Any] = (
+        config.get("quantization_config") or config.get("compression_config") or {}
+    )
+    path = folder / "hf_quant_config.json"  # of ModelOpt
+    if not settings and path.is_file():
+        algorithm = (read_json(path).get("quantization") or {}).get("quant_algo")
+        settings = {"quant_method": "modelopt", "quant_algo": algorithm} if algorithm else {}
+    return settings if settings.get("quant_method") else {}
 
 
 def _generation(folder: Path, config: dict[str, Any]) -> GenerationDefaults:

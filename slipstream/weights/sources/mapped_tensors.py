@@ -11,6 +11,7 @@ from slipstream.weights.sources.source import SourceError, row_blocks
 from slipstream.weights.tensor_file import TensorFileError, TensorHeader, read_header
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -65,6 +66,24 @@ class MappedTensors:
             part = file.get_slice(stored)
             for start, stop in row_blocks(rows, slot.nbytes // slot.shape[0]):
                 yield part[first + start : first + stop]
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """Return a tensor of any number of dimensions."""
+        from safetensors import safe_open
+
+        path, stored, _ = self._places[name]
+        with safe_open(path, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(stored)
+        return tensor
+
+    def read_numbers(self, name: str) -> np.ndarray:
+        """Return a small tensor without torch."""
+        from safetensors import safe_open
+
+        path, stored, _ = self._places[name]
+        with safe_open(path, framework="numpy") as file:
+            numbers: np.ndarray = file.get_tensor(stored)
+        return numbers
 
     def fingerprint(self) -> str:
         """Return the header's hash, the size and the modification time of each file.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -133,14 +132,11 @@ def check_source(source: Source) -> None:
 
 
 def _check_shape(label: str, expected: Shape, recipe: Recipe, shapes: list[Shape]) -> None:
-    if recipe.transposed:
-        shapes = [shape[::-1] for shape in shapes]
-    rows = sum(shape[0] for shape in shapes if shape)
-    if recipe.rows is not None and expected[0] <= rows:
+    joined = recipe.parameter_shape(shapes)
+    if joined is not None and recipe.rows is not None and expected[0] <= joined[0]:
         taken = recipe.rows()
-        rows = len(taken) if max(taken) < rows else rows
-    joined = all(shape[1:] == expected[1:] for shape in shapes) and rows == expected[0]
-    if not joined or any(not prod(shape) for shape in shapes):
+        joined = (len(taken), *joined[1:]) if max(taken) < joined[0] else joined
+    if joined != expected:
         found = " + ".join(str(list(shape)) for shape in shapes)
         raise SourceError(
             f"{label}: tensor {' + '.join(recipe.sources)} has shape {found}, "

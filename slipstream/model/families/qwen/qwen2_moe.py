@@ -7,8 +7,8 @@ from typing import Any
 
 from slipstream.model.families.family import Family
 from slipstream.model.families.hf_config import decoder_spec, refuse_unusual
-from slipstream.model.families.qwen3_moe import WEIGHTS as QWEN3_WEIGHTS
-from slipstream.model.families.qwen3_moe import expert_layers
+from slipstream.model.families.qwen.qwen3_moe import WEIGHTS as QWEN3_WEIGHTS
+from slipstream.model.families.qwen.qwen3_moe import expert_layers
 from slipstream.model.spec import Experts, ModelSpec
 
 WEIGHTS = replace(

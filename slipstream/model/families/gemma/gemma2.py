@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.model.families.family import Family
-from slipstream.model.families.gemma import gemma_spec
+from slipstream.model.families.gemma.gemma import gemma_spec
 from slipstream.model.families.hf_config import layer_numbers, windowed_layers
 from slipstream.model.families.llama import WEIGHTS as LLAMA_WEIGHTS
 from slipstream.model.spec import ModelSpec

@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.model.families.family import Family
 from slipstream.model.families.hf_config import decoder_spec, layer_numbers
-from slipstream.model.families.qwen3 import WEIGHTS as QWEN3_WEIGHTS
+from slipstream.model.families.qwen.qwen3 import WEIGHTS as QWEN3_WEIGHTS
 from slipstream.model.spec import Experts, ModelSpec
 
 _EXPERT = "mlp.experts.{expert}."

@@ -1,4 +1,6 @@
-"""Falcon 7B, 11B, 40B and 180B: parallel attention and MLP, few KV heads or one."""
+"""Falcon 7B, 11B, 40B and 180B: parallel attention and MLP, few KV heads or one. Falcon-RW:
+position biases (ALiBi) in place of RoPE.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 from slipstream.model.families.family import Family, WeightMap
 from slipstream.model.families.hf_config import decoder_spec, refuse_unusual, required
 from slipstream.model.families.row_order import grouped_heads
-from slipstream.model.spec import ModelSpec
+from slipstream.model.spec import Alibi, ModelSpec
 
 WEIGHTS = WeightMap(
     layer_prefix="transformer.h.{layer}.",
@@ -32,7 +34,6 @@ WEIGHTS = WeightMap(
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    refuse_unusual("Falcon", config, {"alibi": False})
     heads = required(config, "num_attention_heads")
     new = bool(config.get("new_decoder_architecture", False))
     parallel = bool(config.get("parallel_attn", True))
@@ -41,6 +42,11 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     multi_query = bool(config.get("multi_query", True)) and not new
     norms = config.get("num_ln_in_parallel_attn") or (2 if new else 1)
     bias = bool(config.get("bias", False))
+    positions: dict[str, Any] = {}
+    if config.get("alibi"):
+        head_size = required(config, "hidden_size") // heads
+        # the biases are rounded and scaled as the scores are: the models were trained so
+        positions = {"position": "alibi", "alibi": Alibi(scale=head_size**-0.5, rounded=True)}
     renamed = {
         "num_key_value_heads": 1 if multi_query else config.get("num_kv_heads") or heads,
         "intermediate_size": config.get("ffn_hidden_size") or 4 * required(config, "hidden_size"),
@@ -59,6 +65,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         qkv_bias=bias,
         o_proj_bias=bias,
         mlp_bias=bias,
+        **positions,
     )
 
 

@@ -7,10 +7,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slipstream.model.families.family import Family, UnsupportedModel
-from slipstream.model.families.gemma import gemma_spec
-from slipstream.model.families.gemma2 import WEIGHTS as GEMMA2_WEIGHTS
-from slipstream.model.families.hf_config import layer_numbers, refuse_unusual, windowed_layers
+from slipstream.model.families.family import Family
+from slipstream.model.families.gemma.gemma import gemma_spec
+from slipstream.model.families.gemma.gemma2 import WEIGHTS as GEMMA2_WEIGHTS
+from slipstream.model.families.hf_config import (
+    layer_numbers,
+    refuse_unusual,
+    rope_by_window,
+    windowed_layers,
+)
 from slipstream.model.spec import ModelSpec
 
 WEIGHTS = replace(
@@ -41,7 +46,12 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     refuse_unusual("Gemma 3", config, {"attn_logit_softcapping": 0.0})
     pattern = config.get("sliding_window_pattern") or 6
     windowed = tuple((layer + 1) % pattern != 0 for layer in layer_numbers(config))
-    rope, sliding_theta = _rotary(config)
+    rope, sliding_theta = rope_by_window(
+        "Gemma 3",
+        config,
+        config.get("rope_theta") or 1_000_000.0,
+        config.get("rope_local_base_freq") or 10000.0,
+    )
     spec = gemma_spec(
         "Gemma3ForCausalLM",
         {**config, "rope_parameters": rope, "rope_scaling": None},
@@ -54,23 +64,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     )
     # the config's length already contains the scaling of the layers without a window
     return replace(spec, max_positions=int(config["max_position_embeddings"]))
-
-
-def _rotary(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """Return the rotary parameters of layers without a window, and the base of those with one."""
-    given = config.get("rope_parameters") or {}
-    full = given.get("full_attention")
-    sliding = given.get("sliding_attention") or {}
-    if sliding.get("rope_type", "default") != "default":
-        raise UnsupportedModel(
-            f"Gemma 3 with rope_type={sliding['rope_type']} of sliding_attention is not supported"
-        )
-    if full is None:  # older configs have one place for both
-        full = {
-            "rope_theta": config.get("rope_theta") or 1_000_000.0,
-            **(config.get("rope_scaling") or {}),
-        }
-    return full, float(sliding.get("rope_theta") or config.get("rope_local_base_freq") or 10000.0)
 
 
 FAMILY = Family(

@@ -1,0 +1,143 @@
+"""What a layer does to queries, keys and values between its linear layer and RoPE, where the
+kernels of RoPE do not do it: bounds, norms with weights of their own for each head, and scales that
+grow with the position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.attention_rule import Slopes
+from slipstream.kernels.ranks import Ranks
+from slipstream.model.linear import Tensors
+from slipstream.model.norms import norm_weight
+from slipstream.model.spec import Alibi, ModelSpec, QueryScaling
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """The norm of all queries or of all keys of a token."""
+
+    weight: Tensor  # float32 [heads or 1, head_size]
+    bias: Tensor | None  # float32, as weight
+    centred: bool  # layer norm, not RMS norm
+    together: bool  # one norm over all heads
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, heads, head_size] → the same, float32"""
+        shape = x.shape[1:] if self.together else x.shape[2:]
+        if self.centred:
+            normal = functional.layer_norm(x.float(), shape, eps=self.epsilon)
+        else:
+            normal = functional.rms_norm(x.float(), shape, eps=self.epsilon)
+        normal = normal * self.weight
+        return normal if self.bias is None else normal + self.bias
+
+
+@dataclass(frozen=True)
+class PreparedHeads:
+    """The changes of one layer."""
+
+    heads: int
+    kv_heads: int
+    clip: float
+    q_norm: HeadNorm | None
+    k_norm: HeadNorm | None
+    scaling: QueryScaling | None
+
+    def __call__(self, heads: Tensor, positions: Tensor) -> Tensor:
+        """heads: [tokens, heads + 2 * kv_heads, head_size], queries first → the same"""
+        if self.clip:
+            heads = heads.clamp(-self.clip, self.clip)
+        queries, keys, values = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries = self.q_norm(queries)
+            keys = self.k_norm(keys)
+        if self.scaling is not None:
+            queries = queries * _query_scale(self.scaling, positions)[:, None, None]
+        return torch.cat((queries.to(values.dtype), keys.to(values.dtype), values), dim=1)
+
+
+def prepared_heads(spec: ModelSpec, layer: int, source: Tensors, name: str) -> PreparedHeads | None:
+    """Return the changes of a layer; None: there are none. name: of the layer's attention"""
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+    if spec.normalises_qk(layer) and not norms_in_kernel(spec, layer):
+        q_size, k_size = spec.qk_norm_sizes
+        q_norm = _take_norm(spec, source, f"{name}.q_layernorm", q_size)
+        k_norm = _take_norm(spec, source, f"{name}.k_layernorm", k_size)
+    scaling = spec.query_scaling if spec.scales_queries(layer) else None
+    if q_norm is None and scaling is None and not spec.qkv_clip:
+        return None
+    return PreparedHeads(spec.heads, spec.kv_heads, spec.qkv_clip, q_norm, k_norm, scaling)
+
+
+def norms_in_kernel(spec: ModelSpec, layer: int) -> bool:
+    """Return whether the kernel of RoPE normalises a layer's queries and keys."""
+    known = spec.norm == "rms" and spec.qk_norm_kind in ("shared", "plain")
+    return spec.normalises_qk(layer) and known and not spec.scales_queries(layer)
+
+
+def head_weights(spec: ModelSpec, source: Tensors, name: str) -> Tensor:
+    """Return the weights of a norm of queries or keys for the kernel: float32 [head_size]."""
+    if spec.qk_norm_kind == "plain":
+        return torch.ones(spec.head_size, device=source.device)
+    return norm_weight(spec, source, f"{name}.weight", spec.head_size)
+
+
+def check_device(spec: ModelSpec, device: torch.device) -> None:
+    """Raise ValueError if the attention kernels of the device lack something of this model."""
+    missing = {
+        "position biases (ALiBi)": spec.alibi is not None,
+        "attention in chunks": spec.attention_chunk is not None,
+    }
+    needed = [name for name, is_needed in missing.items() if is_needed]
+    if needed and device.type == "cuda":
+        raise ValueError(
+            f"{spec.architecture} needs {' and '.join(needed)}, which the GPU kernels lack: run it "
+            "on a CPU with --device cpu"
+        )
+
+
+def attention_slopes(alibi: Alibi, heads: int, ranks: Ranks) -> Slopes:
+    """Return the slopes of this rank's heads. heads: their number"""
+    exponents = _exponents(alibi.largest_exponent, heads * ranks.size)
+    own = exponents[ranks.rank * heads : (ranks.rank + 1) * heads]
+    return Slopes(tuple(2.0**-exponent for exponent in own), alibi.rounded, alibi.scale)
+
+
+def _exponents(largest: float, heads: int) -> list[float]:
+    """Return the exponents of all heads. Where their number is no power of two: every second one
+    of the next power of two, then the others as far as they are needed.
+    """
+    count = 1 << (heads - 1).bit_length()
+    steps = [largest * (index + 1) / count for index in range(count)]
+    return steps if count == heads else [*steps[1::2], *steps[::2]][:heads]
+
+
+def _query_scale(scaling: QueryScaling, positions: Tensor) -> Tensor:
+    """positions: [tokens] → float32 [tokens]"""
+    intervals = (positions + scaling.offset).div(scaling.interval, rounding_mode="floor")
+    # in float64: in float32 on a CPU the last bit depends on the number of tokens of the step
+    return (torch.log1p(intervals.double()) * scaling.beta + 1.0).float()
+
+
+def _take_norm(spec: ModelSpec, source: Tensors, name: str, size: int) -> HeadNorm:
+    weight = torch.ones(spec.head_size, device=source.device)
+    if spec.qk_norm_kind != "plain":
+        weight = norm_weight(spec, source, f"{name}.weight", size)
+    bias: Tensor | None = None
+    if spec.qk_norm_bias:
+        bias = source.take(f"{name}.bias", (size,), torch.float32).view(-1, spec.head_size)
+    return HeadNorm(
+        weight.view(-1, spec.head_size),
+        bias,
+        centred=spec.norm == "layer",
+        together=spec.qk_norm_kind == "all",
+        epsilon=spec.norm_epsilon,
+    )
