@@ -15,7 +15,7 @@ from typing import Any
 from slipstream.cli.reference import render_reference
 from slipstream.request_fields.markdown import page as render_request_fields
 from slipstream.server.anthropic.routes import anthropic_paths
-from slipstream.server.http import health_probes
+from slipstream.server.http import dashboard, health_probes
 from slipstream.server.http.pages import openapi_document
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.openai.describe import openai_paths
@@ -38,9 +38,11 @@ def render_http_routes() -> str:
         **anthropic_paths(registry),
         **openai_paths(registry),
         **health_probes.describe_routes(),
+        **dashboard.describe_routes(),
     }
     paths = json.loads(openapi_document(registry, others))["paths"]
-    groups: dict[str, list[str]] = {"OpenAI": [], "Anthropic": [], "Triton": [], "Health": []}
+    names = ("OpenAI", "Anthropic", "Triton", "Health", "Dashboard")
+    groups: dict[str, list[str]] = {name: [] for name in names}
     for path, operations in sorted(paths.items()):
         groups[_group(path)] += _rows(path, operations)
     tables = [f"\n## {name}\n\n{_table(rows)}" for name, rows in groups.items()]
@@ -52,6 +54,8 @@ def _group(path: str) -> str:
         return "Anthropic"
     if path.startswith("/v1"):
         return "OpenAI"
+    if path.startswith("/dashboard"):
+        return "Dashboard"
     return "Triton" if path.startswith("/v2") else "Health"
 
 

@@ -70,7 +70,7 @@ def test_commands_are_found_in_both_guides():
     [
         ["begin"],
         ["start", "--prot", "1"],
-        ["infer", "--prompt", "x"],
+        ["infer", "x", "y"],
         ["start", "--http-port", "many"],
     ],
 )

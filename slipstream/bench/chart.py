@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -17,6 +17,7 @@ _BOTTOM = 48
 _COLOURS = ("#2266aa", "#cc5533", "#338855", "#8844aa", "#997700", "#337788", "#aa3377", "#666666")
 _TICKS = 5
 _MAX_POINTS = 1000  # points per series; more would overlap
+_HOVER_POINTS = 100  # points of a line that show their values
 
 
 @dataclass(frozen=True)
@@ -93,25 +94,35 @@ def _series(series: Series, x: Axis, y: Axis, colour: str) -> str:
     kept = list(series.points[::every])
     if (len(series.points) - 1) % every:
         kept += series.points[-1:]
-    places = [
-        (x.position(across), y.position(up))
-        for across, up in kept
-        if math.isfinite(across) and math.isfinite(up)
-    ]
+    finite = [(across, up) for across, up in kept if math.isfinite(across) and math.isfinite(up)]
+    places = [(x.position(across), y.position(up)) for across, up in finite]
     notes = [
         f'<text x="{left + 6:.1f}" y="{top - 6:.1f}">{escape(note)}</text>'
         for (left, top), note in zip(places, series.notes, strict=False)
     ]
+    values = [f"{series.label}: {up:,.4g} at {across:,.4g}" for across, up in finite]
     if series.dots:
         marks = [
-            f'<circle cx="{left:.1f}" cy="{top:.1f}" r="2.5" fill="{colour}"/>'
-            for left, top in places
+            f'<circle cx="{left:.1f}" cy="{top:.1f}" r="2.5" fill="{colour}">'
+            f"<title>{escape(value)}</title></circle>"
+            for (left, top), value in zip(places, values, strict=True)
         ]
         return "".join([*marks, *notes])
     if not places:
         return ""
     path = "L".join(f"{left:.1f} {top:.1f}" for left, top in places)
-    return f'<path class="line" stroke="{colour}" d="M{path}"/>' + "".join(notes)
+    line = f'<path class="line" stroke="{colour}" d="M{path}"/>'
+    return "".join([line, *_hover_points(places, values), *notes])
+
+
+def _hover_points(places: Sequence[tuple[float, float]], values: Sequence[str]) -> Iterator[str]:
+    """Return points that show their values to a pointer, evenly over a line."""
+    every = max(1, -(-len(places) // _HOVER_POINTS))
+    for (left, top), value in list(zip(places, values, strict=True))[::every]:
+        yield (
+            f'<circle class="value" cx="{left:.1f}" cy="{top:.1f}" r="4">'
+            f"<title>{escape(value)}</title></circle>"
+        )
 
 
 def _legend(series: Sequence[Series]) -> str:

@@ -1,4 +1,4 @@
-"""genai-perf's table and files: inputs, times of every request, and metrics as JSON and CSV."""
+"""genai-perf's files: inputs, times of every request, and metrics as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -8,38 +8,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from slipstream.bench.llm_metrics import LlmMetrics, Metric
+from slipstream.bench.llm_metrics import LlmMetrics
 from slipstream.bench.load import Measured, Record
 from slipstream.client.tensors import Array, text_list
 
-_COLUMNS = ("avg", "min", "max", "p99", "p90", "p75")
 _CSV_COLUMNS = ("avg", "min", "max", "p99", "p95", "p90", "p75", "p50", "p25")
 _NOT_SHOWN = "output_token_throughput_per_request"
-_WIDTH = 110  # width of the table if the output is no terminal
-
-
-def print_table(metrics: LlmMetrics) -> None:
-    table = Table(title="LLM Metrics")
-    table.add_column("Statistic", justify="right", no_wrap=True)
-    for column in _COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in metrics.rows:
-        if row.name != _NOT_SHOWN:
-            table.add_row(_title(row), *(f"{row.statistics[column]:,.2f}" for column in _COLUMNS))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
-    console.print(table)
-    print(f"Output token throughput (per sec): {metrics.output_tokens_per_second:,.2f}")
-    print(f"Request throughput (per sec): {metrics.requests_per_second:,.2f}", flush=True)
-
-
-def _title(row: Metric) -> str:
-    name = row.name.replace("_", " ").capitalize()
-    return f"{name} (ms)" if row.unit == "ms" else name
 
 
 def json_report(metrics: LlmMetrics, given: Mapping[str, Any]) -> str:

@@ -13,6 +13,11 @@ from slipstream.bench.load import Record
 _STYLE = """
 :root { color-scheme: light dark; font: 15px system-ui, sans-serif }
 body { max-width: 56rem; margin: 2rem auto; padding: 0 1rem }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem }
+dt { font-weight: 600 } dd { margin: 0 }
+.full { width: calc(100vw - 3rem); margin-left: calc(50% - 50vw + 1.5rem); display: flex }
+.full .wide { margin: auto }
+circle.value { fill: transparent } circle.value:hover { fill: currentColor }
 svg { width: 100%; height: auto; font-size: 11px }
 svg text { fill: currentColor }
 .grid { stroke: #8884; stroke-width: 1 }
@@ -29,6 +34,12 @@ _TITLES = {
 }
 
 
+_LENGTHS = {
+    "input_sequence_length": "Tokens of a prompt",
+    "output_sequence_length": "Tokens of an answer",
+}
+
+
 @dataclass(frozen=True)
 class Run:
     """The measurement of one level of load."""
@@ -39,9 +50,13 @@ class Run:
     metrics: LlmMetrics
 
 
-def page(title: str, load_name: str, runs: Sequence[Run]) -> str:
-    """Return the page. `load_name` is the unit of the loads."""
-    parts = [f"<h1>{escape(title)}</h1>", _table(runs)]
+def page(
+    title: str, load_name: str, runs: Sequence[Run], facts: Sequence[tuple[str, str]] = ()
+) -> str:
+    """Return the page. `load_name` is the unit of the loads. `facts`: names and texts of how it was
+    measured.
+    """
+    parts = [f"<h1>{escape(title)}</h1>", _fact_list([*facts, *_lengths(runs)]), _table(runs)]
     for name, heading in _TITLES.items():
         measured = [run for run in runs if _values(run, name)]
         if not measured:
@@ -70,15 +85,33 @@ def document(title: str, parts: Sequence[str]) -> str:
     )
 
 
+def _fact_list(facts: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts)
+    return f"<dl>{items}</dl>"
+
+
+def _lengths(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Return the measured lengths of prompts and answers, and the number of requests."""
+    facts = []
+    for name, title in _LENGTHS.items():
+        values = [value for run in runs for value in _values(run, name)]
+        if values:
+            mean = sum(values) / len(values)
+            facts.append(
+                (title, f"{mean:,.0f} on average, {min(values):,.0f} to {max(values):,.0f}")
+            )
+    return [*facts, ("Requests", f"{sum(len(run.records) for run in runs):,}")]
+
+
 def _table(runs: Sequence[Run]) -> str:
     names = [name for name in _TITLES if _is_measured(name, runs)]
     heads = "".join(f'<th colspan="{len(_COLUMNS)}">{_TITLES[name]}, ms</th>' for name in names)
     below = "".join(f"<th>{column}</th>" for column in _COLUMNS) * len(names)
     lines = "".join(_table_row(run, names) for run in runs)
     return (
-        f'<div class="wide"><table><tr><th></th>{heads}'
+        f'<div class="full"><div class="wide"><table><tr><th></th>{heads}'
         f"<th>tokens / s</th><th>requests / s</th></tr>"
-        f"<tr><th></th>{below}<th></th><th></th></tr>{lines}</table></div>"
+        f"<tr><th></th>{below}<th></th><th></th></tr>{lines}</table></div></div>"
     )
 
 

@@ -6,12 +6,14 @@ It has the flags of genai-perf, of every release that `triton profile` and the t
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.bench import llm_report, plots
+from slipstream.bench import plots, tables
 from slipstream.bench.load import Sender, WindowRule, stream_sender
 from slipstream.bench.openai_load import ENDPOINTS, OpenAIModel, openai_sender
 from slipstream.bench.plots import Run
@@ -43,6 +45,7 @@ from slipstream.client.connection import (
     Request,
     ServerError,
 )
+from slipstream.kernels.cpu.machine import read_cpu
 from slipstream.version import VERSION
 from slipstream.weights.home import expand_home
 from slipstream.weights.whole_file import write_whole
@@ -255,6 +258,13 @@ def _add_files(parser: Parser) -> None:
         help="Name of the file with the times of every request.",
     )
     add("--generate-plots", action="store_true", help="Write an HTML page with plots.")
+    add(
+        "--compare",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="Measure nothing; print these reports (profile_export_genai_perf.json) side by side.",
+    )
 
 
 def _add_fixed(parser: Parser) -> None:
@@ -326,6 +336,9 @@ def _choose_protocol(given: Namespace) -> None:
 
 
 def run(given: Namespace) -> int:
+    if given.compare:
+        tables.print_comparison(given.compare)
+        return 0
     _check(given)
     settings = _prompt_settings(given)
     levels = [LoadLevel(number, given.request_rate) for number in given.concurrency]
@@ -337,6 +350,9 @@ def run(given: Namespace) -> int:
         rows = create_rows(given.model, settings, tokenizer)
         requests = load.requests(rows)
         runs = [_run_level(given, load, level, rows, requests) for level in levels]
+    if len(runs) > 1:
+        lines = [tables.LoadRow(run.load, run.metrics) for run in runs]
+        tables.print_loads(_load_unit(given), lines)
     if given.generate_plots:
         _write_plots(given, levels, runs)
     return 0
@@ -411,7 +427,7 @@ def _run_level(
     )
     measured = load.measure(requests, level, given.request_count, windows)
     metrics = load.metrics(measured, given.streaming)
-    llm_report.print_table(metrics)
+    tables.print_metrics(metrics)
     files = ArtifactFiles(
         _folder(given, level.folder_name),
         given.profile_export_file,
@@ -452,7 +468,22 @@ def _write_plots(given: Namespace, levels: Sequence[LoadLevel], runs: Sequence[R
     else:
         numbers = ",".join(str(level.concurrency) for level in levels)
         path = _folder(given, f"concurrency{numbers}.html")
-    load_name = "requests a second" if given.request_rate else "requests in flight"
     title = f"{', '.join(given.model)} at {given.url}"
-    write_whole(path, plots.page(title, load_name, runs))
+    write_whole(path, plots.page(title, _load_unit(given), runs, _facts(given)))
     print(f"[INFO] Plots: {path}", flush=True)
+
+
+def _load_unit(given: Namespace) -> str:
+    return "requests a second" if given.request_rate else "requests in flight"
+
+
+def _facts(given: Namespace) -> list[tuple[str, str]]:
+    """Return what a reader of the page must know about the measurement."""
+    processor = read_cpu()[0] or platform.machine()
+    machine = f"{processor}, {len(os.sched_getaffinity(0))} cores, {platform.release()}"
+    return [
+        ("Date", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())),
+        ("Load generator", f"slipstream bench {VERSION}"),
+        ("Its machine", machine),
+        ("API", f"{given.endpoint_type}{', streaming' if given.streaming else ''}"),
+    ]

@@ -5,21 +5,22 @@ pipe.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Generator, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
 
 from slipstream.cli.arguments import CommandError, Parser
 from slipstream.cli.connections import (
     add_address,
     add_api_key,
+    choose_model,
     closing_connection,
     server_address,
 )
+from slipstream.cli.conversation import SETTINGS, Conversation, Piece
 from slipstream.cli.keys import read_api_key
 from slipstream.cli.log import CONTROL, log
 from slipstream.client.connection import HttpConnection, ServerError
@@ -29,71 +30,20 @@ _TICK_SECONDS = 0.2
 _DIM = "\x1b[2m"
 _PLAIN = "\x1b[0m"
 _HELP = "Ctrl-C stops an answer, /clear starts a new conversation, /exit or Ctrl-D quits."
-_COMMAND = re.compile(r"/[a-z]+")
-# models that every repository has beside the one with a name of its own
-_STANDARD_NAMES = ("ensemble", "tensorrt_llm_bls")
-
-
-class Piece(NamedTuple):
-    """A piece of an answer, or of the reasoning before it."""
-
-    text: str
-    is_reasoning: bool = False
-
-
-class Conversation:
-    """The messages so far. The client keeps them: the server keeps nothing."""
-
-    def __init__(self, connection: HttpConnection, model: str, system: str | None) -> None:
-        self._connection = connection
-        # greedy: small models, which people try first, often lose the thread when sampled
-        self._settings = {"model": model, "temperature": 0, "stream": True}
-        self._beginning = [] if system is None else [{"role": "system", "content": system}]
-        self.cut_short = False  # the last answer ended because the context was full
-        self.clear()
-
-    def clear(self) -> None:
-        self._messages = list(self._beginning)
-
-    def answer(self, question: str) -> Generator[Piece, None, None]:
-        """Yield the pieces of an answer. A stopped answer stays in the conversation as it is."""
-        messages = [*self._messages, {"role": "user", "content": question}]
-        body = {**self._settings, "messages": messages}
-        said = ""
-        self.cut_short = False
-        stream = self._connection.events("/v1/chat/completions", body)
-        try:
-            with contextlib.closing(stream) as events:
-                for choice in itertools.chain.from_iterable(map(_choices, events)):
-                    self.cut_short = choice.finish_reason == "length"
-                    if choice.reasoning:
-                        yield Piece(choice.reasoning, is_reasoning=True)
-                    if choice.text:
-                        said += choice.text
-                        yield Piece(choice.text)
-        finally:
-            if said:
-                self._messages = [*messages, {"role": "assistant", "content": said}]
-
-
-class _Choice(NamedTuple):
-    text: str
-    reasoning: str
-    finish_reason: Any
-
-
-def _choices(event: Any) -> list[_Choice]:
-    try:
-        return [
-            _Choice(
-                str(choice["delta"].get("content") or ""),
-                str(choice["delta"].get("reasoning_content") or ""),
-                choice["finish_reason"],
-            )
-            for choice in event["choices"]
-        ]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ServerError("the server's answer is not one of OpenAI's API") from error
+_MORE_HELP = "/help lists the other commands."
+_COMMANDS = f"""\
+/set NAME VALUE   change a setting: {", ".join(SETTINGS)}
+/set NAME         use the server's default
+/show             show the settings and the length of the conversation
+/retry            ask the last question again
+/save FILE        write the conversation to a file
+/load FILE        continue a conversation that was saved
+/clear            start a new conversation
+/exit             quit; so does Ctrl-D
+A line of \"\"\" begins a message of several lines, and another one ends it."""
+_COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
+_QUOTES = '"""'
+_CONTINUED = "... "
 
 
 def create_parser() -> Parser:
@@ -118,32 +68,15 @@ def run(given: Namespace) -> int:
     address = server_address(given, 8000)
     connection = HttpConnection(address, read_api_key(given.api_key))
     with closing_connection(connection):
-        model = _choose_model(connection.models(), given.model)
+        model = choose_model(connection.models(), given.model)
         conversation = Conversation(connection, model, given.system)
         _accept_any_bytes()
         if sys.stdin.isatty():
-            print(f"This is {CONTROL.sub('', model)} at {address}. {_HELP}\n")
+            print(f"This is {CONTROL.sub('', model)} at {address}. {_HELP} {_MORE_HELP}\n")
             _talk(conversation)
         else:
             _answer_lines(conversation)
     return 0
-
-
-def _choose_model(models: dict[str, str], wanted: str | None) -> str:
-    """Return the wanted model, else the first that is no adapter and has a name of its own."""
-    own = sorted(
-        (name for name, parent in models.items() if not parent),
-        key=lambda name: name in _STANDARD_NAMES,
-    )
-    if wanted is not None and wanted not in models:
-        raise CommandError(
-            f"there is no model '{wanted}' to talk to; there are: {', '.join(models) or 'none'}"
-        )
-    if not own:
-        raise CommandError(
-            "the server has no model to talk to: none of its models makes text from text"
-        )
-    return wanted or own[0]
 
 
 def _accept_any_bytes() -> None:
@@ -154,9 +87,24 @@ def _accept_any_bytes() -> None:
 
 
 def _answer_lines(conversation: Conversation) -> None:
-    for line in sys.stdin:
-        if not _handle_line(line.strip(), conversation, end="\n"):
+    lines = iter(sys.stdin)
+    for line in lines:
+        message = _whole_message(line, lambda: next(lines))
+        if not _handle_line(message, conversation, end="\n"):
             return
+
+
+def _whole_message(line: str, read: Callable[[], str]) -> str:
+    """Return the message that begins with this line. `read` returns the next one, or raises
+    EOFError or StopIteration.
+    """
+    if line.strip() != _QUOTES:
+        return line.strip()
+    lines: list[str] = []
+    with contextlib.suppress(StopIteration, EOFError):
+        while (following := read().rstrip("\n")).strip() != _QUOTES:
+            lines.append(following)
+    return "\n".join(lines).strip()
 
 
 def _talk(conversation: Conversation) -> None:
@@ -166,7 +114,7 @@ def _talk(conversation: Conversation) -> None:
     while True:
         try:
             with _interruptible():
-                line = input(PROMPT)
+                line = _whole_message(input(PROMPT), lambda: input(_CONTINUED))
         except EOFError:
             print()
             return
@@ -175,7 +123,7 @@ def _talk(conversation: Conversation) -> None:
             continue  # discards the typed line
         try:
             with _interruptible():
-                if not _handle_line(line.strip(), conversation, end="\n\n"):
+                if not _handle_line(line, conversation, end="\n\n"):
                     return
         except KeyboardInterrupt:
             continue  # stops the answer
@@ -200,17 +148,51 @@ def _interruptible() -> Iterator[None]:
 
 def _handle_line(line: str, conversation: Conversation, end: str) -> bool:
     """Answer a message or run a command. Returns False at the end of the conversation."""
+    command = _COMMAND.fullmatch(line)
     if line == "/exit":
         return False
-    if line == "/clear":
-        conversation.clear()
-    elif _COMMAND.fullmatch(line):
-        log("ERROR", f"there is no command {line}: {_HELP}")
+    if command is not None:
+        try:
+            _run_command(command[1], (command[2] or "").strip(), conversation, end)
+        except (CommandError, OSError) as error:
+            log("ERROR", str(error))
     elif line:
-        _print(conversation.answer(line), end)
-        if conversation.cut_short:
-            log("ERROR", "the answer ends here because the context is full; /clear makes room")
+        _answer(line, conversation, end)
     return True
+
+
+def _answer(question: str, conversation: Conversation, end: str) -> None:
+    _print(conversation.answer(question), end)
+    if conversation.cut_short:
+        log("ERROR", "the answer ends here because the context is full; /clear makes room")
+    elif conversation.figures is not None and sys.stdout.isatty():
+        print(f"{_DIM}{conversation.figures}{_PLAIN}\n")
+
+
+def _run_command(name: str, argument: str, conversation: Conversation, end: str) -> None:
+    if name == "/clear":
+        conversation.clear()
+    elif name == "/help":
+        print(_COMMANDS)
+    elif name == "/show":
+        for setting, value in conversation.settings.items():
+            print(f"{setting}: {value}")
+        print(f"messages: {len(conversation.messages)}")
+    elif name == "/set":
+        setting, _, value = argument.partition(" ")
+        conversation.set(setting, value.strip())
+    elif name == "/retry":
+        question = conversation.take_back()
+        if question is None:
+            raise CommandError("there is no question to ask again")
+        _answer(question, conversation, end)
+    elif name in ("/save", "/load"):
+        if not argument:
+            raise CommandError(f"{name} needs the name of a file")
+        file = Path(argument).expanduser()
+        (conversation.save if name == "/save" else conversation.load)(file)
+    else:
+        raise CommandError(f"there is no command {name}: {_HELP} {_MORE_HELP}")
 
 
 def _print(pieces: Generator[Piece, None, None], end: str) -> None:

@@ -50,11 +50,14 @@ GROUPS: dict[str, dict[str, Command]] = {
         "prune": Command("models.prune", "Free the disk of engines that nothing uses."),
     },
     "Operate": {
+        "ps": Command("processes.ps", "List the servers that run on this machine."),
+        "stop": Command("processes.stop", "Stop a server of this machine."),
         "status": Command("status", "Print whether a server is live and ready."),
         "metrics": Command("metrics", "Print a server's metrics as JSON."),
         "config": Command("config", "Print a model's configuration as JSON."),
         "bench": Command("bench", "Measure latency and throughput of a text model."),
         "doctor": Command("doctor.command", "Describe this machine and find problems."),
+        "completion": Command("completion", "Print a script for completion in a shell."),
     },
     "Triton and TensorRT-LLM": {
         "convert": Command(
@@ -76,6 +79,9 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+# other names of commands, as Ollama has them; `pull NAME` is `import -m NAME`
+ALIASES = {"pull": "import", "ls": "list", "rm": "remove"}
 
 # command behind a script of a workspace: its module
 SCRIPTS = {
@@ -100,6 +106,17 @@ def load_command(name: str) -> CommandModule:
     """Import the module of a command or of a workspace's script."""
     module = COMMANDS[name].module if name in COMMANDS else SCRIPTS[name]
     return cast(CommandModule, importlib.import_module(f"slipstream.cli.{module}"))
+
+
+def resolve_alias(words: Sequence[str]) -> list[str]:
+    """Return a command line with the command in place of its alias."""
+    name, *arguments = words
+    if name not in ALIASES:
+        return list(words)
+    command = ALIASES[name]
+    if command == "import" and arguments and not arguments[0].startswith("-"):
+        arguments.insert(0, "-m")
+    return [command, *arguments]
 
 
 def create_parser(name: str) -> Parser:

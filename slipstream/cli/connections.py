@@ -19,6 +19,8 @@ from slipstream.client.connection import (
 from slipstream.server.grpc.protocol import messages
 
 PORTS = {"http": 8000, "grpc": 8001}
+# models that every repository has beside the one with a name of its own
+_STANDARD_NAMES = ("ensemble", "tensorrt_llm_bls")
 
 
 def add_connection(parser: Parser, protocol: str = "http") -> None:
@@ -107,3 +109,20 @@ def closing_connection(connection: Connection) -> Iterator[None]:
         raise CommandError(str(error)) from error
     finally:
         connection.close()
+
+
+def choose_model(models: dict[str, str], wanted: str | None) -> str:
+    """Return the wanted model, else the first that is no adapter and has a name of its own."""
+    own = sorted(
+        (name for name, parent in models.items() if not parent),
+        key=lambda name: name in _STANDARD_NAMES,
+    )
+    if wanted is not None and wanted not in models:
+        raise CommandError(
+            f"there is no model '{wanted}' to talk to; there are: {', '.join(models) or 'none'}"
+        )
+    if not own:
+        raise CommandError(
+            "the server has no model to talk to: none of its models makes text from text"
+        )
+    return wanted or own[0]

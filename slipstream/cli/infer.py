@@ -13,25 +13,34 @@ from typing import Any
 
 import numpy
 
-from slipstream.cli.arguments import CommandError, Parser
+from slipstream.cli.arguments import CommandError, Parser, UsageError
 from slipstream.cli.connections import (
     PORTS,
     add_address,
     add_api_key,
     add_protocol,
+    choose_model,
     closing_connection,
     connect,
     server_address,
 )
 from slipstream.cli.keys import read_api_key
 from slipstream.cli.log import program
-from slipstream.client.connection import Connection, GrpcConnection, HttpConnection, Request
+from slipstream.client.connection import (
+    Connection,
+    GrpcConnection,
+    HttpConnection,
+    Request,
+    ServerError,
+)
 from slipstream.client.declared_inputs import DeclaredInput, declared_inputs
 from slipstream.client.tensors import Array, datatype_of, text_list
 
 # names of the prompt and of the answer, newest first; INPUT_0 and OUTPUT_0 are of 2023
 _PROMPT_NAMES = ("text_input", "prompt", "text", "INPUT_0")
 _ANSWER_NAMES = ("text_output", "OUTPUT_0")
+_MESSAGES = "messages"
+_NO_TEMPLATE = "has no chat template"  # in the server's refusal of messages
 _MAX_TOKENS_NAMES = ("max_tokens", "INPUT_1")
 # required inputs of text models that have a neutral value
 _NEUTRAL_TEXTS = {
@@ -47,11 +56,22 @@ _LARGEST_RANDOM = 128  # above every random integer, so that it fits each intege
 def create_parser() -> Parser:
     parser = Parser(
         "slipstream infer",
-        "Send one request to a running server and print the answer. A text model needs --prompt; "
-        "the other required inputs of a model get random values.",
+        "Send one request to a running server and print the answer. A text model needs a prompt: "
+        "PROMPT, --prompt or the standard input. A model with a chat template gets it as a message "
+        "of the user. The other required inputs of a model get random values.",
     )
-    parser.add_argument("-m", "--model", required=True, help="Name of the model.")
-    parser.add_argument("--prompt", help="Text to complete; required for text models.")
+    parser.add_argument("text", nargs="?", metavar="PROMPT", help="Prompt of a text model.")
+    parser.add_argument(
+        "-m",
+        "--model",
+        help="Name of the model (default: the first that is not an ensemble or BLS model; "
+        "required with -i grpc).",
+    )
+    parser.add_argument("--prompt", help="Same as PROMPT.")
+    parser.add_argument(
+        "--raw", action="store_true", help="Send the prompt as it is, without a chat template."
+    )
+    parser.add_argument("--system", metavar="TEXT", help="System message before the prompt.")
     parser.add_argument(
         "--max-tokens", type=int, default=128, help="Maximum number of tokens to generate."
     )
@@ -73,37 +93,98 @@ def run(given: Namespace) -> int:
 
 
 def _infer(connection: Connection, given: Namespace) -> None:
-    config = connection.config(given.model)
-    inputs = choose_inputs(given.model, config, given.prompt, given.max_tokens)
+    model = _model_name(connection, given.model)
+    config = connection.config(model)
+    prompt = _read_prompt(given, config)
     outputs = [tensor["name"] for tensor in config.get("output", [])]
     answer_name = _first_of(_ANSWER_NAMES, outputs)
-    if given.prompt is None or answer_name is None:
+    if prompt is None or answer_name is None:
+        inputs = choose_inputs(model, config, prompt, given.max_tokens)
         _print_tensors("Input", inputs)
-        for tensors in _answers(connection, Request(given.model, inputs)):
+        for tensors in _answers(connection, Request(model, inputs)):
             _print_tensors("Output", tensors)
         return
+    messages = None if _is_raw(given, config) else conversation(prompt, given.system)
+    inputs = choose_inputs(model, config, prompt, given.max_tokens, messages)
+    request = Request(model, inputs)
     try:
-        for piece in _pieces(connection, Request(given.model, inputs), answer_name):
+        _print_pieces(_pieces(connection, request, answer_name))
+    except ServerError as error:
+        if messages is None or given.system or _NO_TEMPLATE not in str(error):
+            raise
+        # a base model, which continues texts
+        request = Request(model, choose_inputs(model, config, prompt, given.max_tokens))
+        _print_pieces(_pieces(connection, request, answer_name))
+
+
+def _print_pieces(pieces: Iterator[str]) -> None:
+    """Print the pieces as they arrive, and end the line if there was any."""
+    begun = False
+    try:
+        for piece in pieces:
+            begun = True
             sys.stdout.write(piece)
             sys.stdout.flush()
     finally:
-        sys.stdout.write("\n")
+        sys.stdout.write("\n" if begun else "")
+
+
+def _model_name(connection: Connection, wanted: str | None) -> str:
+    if wanted is not None:
+        return wanted
+    if not isinstance(connection, HttpConnection):
+        raise UsageError("-m is required with -i grpc: name the model")
+    return choose_model(connection.models(), None)
+
+
+def _read_prompt(given: Namespace, config: Mapping[str, Any]) -> str | None:
+    """Return the prompt of the command line, else for a text model the standard input."""
+    if given.text is not None and given.prompt is not None:
+        raise UsageError("PROMPT and --prompt exclude each other: give one")
+    prompt: str | None = given.prompt if given.text is None else given.text
+    takes_text = _first_of(_PROMPT_NAMES, _text_names(declared_inputs(config))) is not None
+    if prompt is None and takes_text and program() != "triton" and not sys.stdin.isatty():
+        return sys.stdin.read().strip() or None
+    return prompt
+
+
+def _is_raw(given: Namespace, config: Mapping[str, Any]) -> bool:
+    """Return whether the prompt is sent without a chat template, as Triton CLI does."""
+    if given.raw or program() == "triton":
+        if given.system:
+            raise UsageError("--system needs a chat template: leave --raw out")
+        return True
+    return _MESSAGES not in _text_names(declared_inputs(config))
+
+
+def conversation(prompt: str, system: str | None) -> list[dict[str, str]]:
+    """Return the messages of a conversation that begins with this prompt."""
+    beginning = [{"role": "system", "content": system}] if system else []
+    return [*beginning, {"role": "user", "content": prompt}]
 
 
 def choose_inputs(
-    model: str, config: Mapping[str, Any], prompt: str | None, max_tokens: int
+    model: str,
+    config: Mapping[str, Any],
+    prompt: str | None,
+    max_tokens: int,
+    messages: list[dict[str, str]] | None = None,
 ) -> dict[str, Array]:
     """Return the inputs of a request: the prompt, neutral values, and random ones for the rest.
 
-    Optional inputs are left out, except the number of tokens and `stream` of a text model.
+    `messages` take the place of the prompt. Optional inputs are left out, except the number of
+    tokens and `stream` of a text model.
     """
     declared = declared_inputs(config)
     prompt_name = _prompt_name(model, declared, prompt)
     max_tokens_name = _first_of(_MAX_TOKENS_NAMES, declared) if prompt_name else None
     inputs = {}
     for name, tensor in declared.items():
-        if name == prompt_name:
-            inputs[name] = tensor.fill(prompt)
+        if name == _MESSAGES and messages is not None:
+            inputs[name] = tensor.fill(json.dumps(messages))
+        elif name == prompt_name:
+            if messages is None:
+                inputs[name] = tensor.fill(prompt)
         elif name == max_tokens_name:
             inputs[name] = tensor.fill(max_tokens)
         elif name == "stream" and prompt_name and tensor.dtype == "bool":
@@ -121,7 +202,7 @@ def _prompt_name(
     model: str, declared: Mapping[str, DeclaredInput], prompt: str | None
 ) -> str | None:
     """Return the input that takes the prompt, or None if there is no prompt and no need of one."""
-    texts = [name for name, tensor in declared.items() if tensor.is_text]
+    texts = _text_names(declared)
     name = _first_of(_PROMPT_NAMES, texts)
     if prompt is None:
         if name is not None:
@@ -133,6 +214,10 @@ def _prompt_name(
             f"model '{model}' has no input for a prompt; leave --prompt out to send random values"
         )
     return name or required[0]
+
+
+def _text_names(declared: Mapping[str, DeclaredInput]) -> list[str]:
+    return [name for name, tensor in declared.items() if tensor.is_text]
 
 
 def _first_of(wanted: tuple[str, ...], names: Any) -> str | None:

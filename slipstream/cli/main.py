@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.cli.arguments import Parser
-from slipstream.cli.commands import COMMANDS, GROUPS, create_parser, run_command
+from slipstream.cli.commands import (
+    ALIASES,
+    COMMANDS,
+    GROUPS,
+    create_parser,
+    resolve_alias,
+    run_command,
+)
 from slipstream.cli.log import program, running_as
 from slipstream.version import VERSION
 
@@ -35,8 +42,9 @@ def run(arguments: Sequence[str], name: str = "slipstream") -> int:
             create_main_parser().parse(arguments)
         if arguments[0] == "help":
             return _print_help(arguments[1:])
-        _check_command(arguments[0])
-        return run_command(arguments[0], arguments[1:])
+        command, *rest = resolve_alias(arguments)
+        _check_command(command)
+        return run_command(command, rest)
 
 
 def create_main_parser() -> Parser:
@@ -65,7 +73,7 @@ def _command_list() -> str:
         lines.append(f"{title}:")
         for name, command in group.items():
             lines += textwrap.wrap(
-                command.help,
+                command.help + _also(name),
                 width,
                 initial_indent=f"  {name:<{_NAME_WIDTH}}",
                 subsequent_indent=" " * (_NAME_WIDTH + 2),
@@ -74,20 +82,27 @@ def _command_list() -> str:
     return "\n".join([*lines, f"Run '{program()} COMMAND --help' for the options of a command."])
 
 
+def _also(name: str) -> str:
+    """Return the aliases of a command, for its line in the help."""
+    aliases = [alias for alias, command in ALIASES.items() if command == name]
+    return f" Also: {', '.join(aliases)}." if aliases else ""
+
+
 def _print_help(arguments: Sequence[str]) -> int:
     """Print the help of a command, or of the program: `slipstream help [COMMAND]`."""
     if not arguments:
         print(create_main_parser().format_help())
         return 0
-    _check_command(arguments[0])
-    print(create_parser(arguments[0]).format_help())
+    (command,) = resolve_alias(arguments[:1])
+    _check_command(command)
+    print(create_parser(command).format_help())
     return 0
 
 
 def _check_command(name: str) -> None:
     if name in COMMANDS:
         return
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    close = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=1)
     hint = f"did you mean '{close[0]}'?" if close else f"there are: {', '.join(COMMANDS)}"
     create_main_parser().error(f"there is no command '{name}'; {hint}")
 

@@ -367,8 +367,8 @@ def _default_repository() -> Path:
         flush=True,
     )
     # A separate process: building an engine needs torch, which the server never loads.
-    command = [sys.executable, "-P", "-m", "slipstream.cli.main", "import", "-m", DEFAULT_MODEL]
-    code = subprocess.call([*command, "--repo", str(repository)], env=child_environment())
+    command = [sys.executable, "-P", "-m", "slipstream.cli.models.import_model", DEFAULT_MODEL]
+    code = subprocess.call([*command, str(repository)], env=child_environment())
     if code != 0:
         raise CommandError(
             f"{DEFAULT_MODEL} could not be imported, for the reason above; "

@@ -7,7 +7,7 @@ plans replays a run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.engine.messages import Scores
@@ -183,3 +183,19 @@ class StepResult:
     generation_logits: dict[int, bytes] = field(default_factory=dict)
     # plan entry → scores of the prompt positions that it computed
     prompt_scores: dict[int, Scores] = field(default_factory=dict)
+
+
+def sampling_places(plan: StepPlan, entries: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Return the row of each sampled token, and the number of tokens that precede it in that row.
+
+    `entries`: the plan's entries, in the order of the step.
+    """
+    rows: list[int] = []
+    lengths: list[int] = []
+    for entry in entries:
+        if plan.samples[entry]:
+            length = plan.positions[entry] + plan.counts[entry]
+            places = range(length - plan.drafts[entry], length + 1)
+            rows += [plan.rows[entry]] * len(places)
+            lengths += places
+    return rows, lengths

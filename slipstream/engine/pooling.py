@@ -1,17 +1,16 @@
 """Pooled states of prompts: one vector from the final hidden states of a whole prompt.
 
 A prompt may take several steps. Kinds that use every token keep a weighted sum of the states on the
-device, one for each row, until the last prompt token is computed.
+device, one for each row, until the last prompt token is computed. States are arrays of numpy, or of
+torch on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from slipstream.engine.messages import Scores
 from slipstream.engine.rows import Rows
@@ -37,7 +36,7 @@ class Pooled(NamedTuple):
     """The vector of one row, still on the device."""
 
     entry: int  # index of the row in the plan
-    vector: Tensor  # float32 [size]
+    vector: Any  # float32 [size]
 
 
 def select_pooled(
@@ -76,26 +75,26 @@ def select_pooled(
 
 
 def pool_states(
-    states: Tensor,
+    states: Any,
     selection: PoolSelection,
     state: Rows,
-    score: Callable[[Tensor], Tensor] | None,
+    score: Callable[[Any], Any] | None,
 ) -> list[Pooled]:
     """Return the vectors of the prompts that are complete.
 
-    states: [pooled tokens, hidden]; score: the model's output layer for the kind "score"
+    states: float32 [pooled tokens, hidden]; score: the model's output layer for the kind "score"
     """
     found = []
     for part in selection.parts:
         kind = state.sampling[part.row].pooling
-        values = states[part.start : part.stop].float()
+        values = states[part.start : part.stop]
         if kind == "score":
             assert score is not None
             vector = score(values[-1])
         elif kind == "last":
             vector = values[-1]
         else:
-            weights = _weights(kind, part, values.device)
+            weights = state.arrays.upload(_weights(kind, part))
             vector = weights @ values + state.pooled_sums.get(part.row, 0.0)
             state.pooled_sums[part.row] = vector
             vector = vector / _total_weight(kind, part.position + len(values))
@@ -105,17 +104,13 @@ def pool_states(
     return found
 
 
-def _weights(kind: str, part: PoolPart, device: torch.device) -> Tensor:
+def _weights(kind: str, part: PoolPart) -> np.ndarray:
     """Return the weight of each token, float32 [tokens]."""
-    positions = torch.arange(
-        part.position,
-        part.position + part.stop - part.start,
-        dtype=torch.float32,
-        device=device,
-    )
+    count = part.stop - part.start
+    positions = np.arange(part.position, part.position + count, dtype=np.float32)
     if kind == "weightedmean":
         return positions + 1
-    return (positions == 0).float() if kind == "cls" else torch.ones_like(positions)
+    return (positions == 0).astype(np.float32) if kind == "cls" else np.ones_like(positions)
 
 
 def _total_weight(kind: str, tokens: int) -> float:
@@ -125,6 +120,7 @@ def _total_weight(kind: str, tokens: int) -> float:
     return 1.0 if kind == "cls" else float(tokens)
 
 
-def to_pooled_scores(found: Sequence[Pooled]) -> dict[int, Scores]:
+def to_pooled_scores(found: Sequence[Pooled], state: Rows) -> dict[int, Scores]:
     """Copy vectors to the host, by plan entry. Waits for the device."""
-    return {one.entry: Scores(pooled=one.vector.cpu().numpy().tobytes()) for one in found}
+    download = state.arrays.download
+    return {one.entry: Scores(pooled=download(one.vector).tobytes()) for one in found}

@@ -5,13 +5,13 @@ each of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from slipstream.engine.messages import Scores
 from slipstream.engine.rows import Rows
+from slipstream.kernels.sampling import largest, log_sum_exp
 
 
 class PromptPart(NamedTuple):
@@ -71,47 +71,47 @@ def select_logits(
 
 
 class PromptLogits(NamedTuple):
-    """The scores that a step computed for one row's prompt, still on the device."""
+    """The scores that a step computed for one row's prompt: arrays of numpy; on a GPU, of torch."""
 
     entry: int  # index of the row in the plan
-    logits: Tensor | None  # [positions, vocab] float32, if the request asks for them
-    log_probs: Tensor | None  # [positions or one less]: of the token after each position
+    logits: Any | None  # [positions, vocab] float32, if the request asks for them
+    log_probs: Any | None  # [positions or one less]: of the token after each position
     # the likeliest tokens after each position, [positions or one less, n]: ids, log-probabilities
-    top: tuple[Tensor, Tensor] | None
-    ranks: Tensor | None  # [positions or one less]: of the token after each position, from 1
+    top: tuple[Any, Any] | None
+    ranks: Any | None  # [positions or one less]: of the token after each position, from 1
 
 
-def prompt_logits(logits: Tensor, selection: LogitSelection, state: Rows) -> list[PromptLogits]:
-    """Return the scores of prompts. `logits` [selected, vocab] may be overwritten afterwards."""
-    found = []
-    for part in selection.prompts:
-        values = logits[part.start : part.stop].float()
-        sampling = state.sampling[part.row]
-        log_probs = None
-        top = None
-        ranks = None
-        if sampling.prompt_log_probs:
-            stop = min(part.position + len(values) + 1, state.prompt_tokens[part.row])
-            # No prompt token follows the last one.
-            following = state.tokens[part.row, part.position + 1 : stop]
-            likelihood = values[: len(following)].log_softmax(dim=-1)
-            chosen = likelihood.gather(-1, following[:, None])
-            log_probs = chosen[:, 0]
-            if count := min(sampling.top_prompt_log_probs, likelihood.shape[-1]):
-                likeliest, ids = likelihood.topk(count)
-                top = (ids, likeliest)
-            if sampling.prompt_ranks:
-                ranks = (likelihood >= chosen).sum(dim=-1)
-        copied = values.clone() if sampling.context_logits else None
-        found.append(PromptLogits(part.entry, copied, log_probs, top, ranks))
-    return found
+def prompt_logits(logits: np.ndarray, selection: LogitSelection, state: Rows) -> list[PromptLogits]:
+    """Return the scores of prompts. `logits`: float32 [selected, vocab]."""
+    return [_score_part(logits[part.start : part.stop], part, state) for part in selection.prompts]
+
+
+def _score_part(values: np.ndarray, part: PromptPart, state: Rows) -> PromptLogits:
+    """values: the logits of the part [positions, vocab]"""
+    p = state.sampling[part.row]
+    copied = values.copy() if p.context_logits else None
+    if not p.prompt_log_probs:
+        return PromptLogits(part.entry, copied, None, None, None)
+    stop = min(part.position + len(values) + 1, state.prompt_tokens[part.row])
+    # No prompt token follows the last one.
+    following = state.tokens[part.row, part.position + 1 : stop]
+    values = values[: len(following)]
+    masses = np.array([log_sum_exp(line) for line in values], dtype=np.float32)
+    chosen = values[np.arange(len(following)), following]
+    top = None
+    if count := min(p.top_prompt_log_probs, values.shape[-1]):
+        found = [largest(line, count) for line in values]
+        ids = np.array(found, dtype=np.int64).reshape(-1, count)
+        top = (ids, np.take_along_axis(values, ids, axis=1) - masses[:, None])
+    ranks = (values >= chosen[:, None]).sum(axis=-1) if p.prompt_ranks else None
+    return PromptLogits(part.entry, copied, chosen - masses, top, ranks)
 
 
 def to_scores(found: Sequence[PromptLogits]) -> dict[int, Scores]:
-    """Copy scores to the host, by plan entry. Waits for the device."""
+    """Return scores as bytes and lists, by plan entry. The arrays are on the host."""
     return {
         prompt.entry: Scores(
-            context_logits=b"" if prompt.logits is None else prompt.logits.cpu().numpy().tobytes(),
+            context_logits=b"" if prompt.logits is None else prompt.logits.tobytes(),
             prompt_log_probs=[] if prompt.log_probs is None else prompt.log_probs.tolist(),
             top_prompt_log_probs=[] if prompt.top is None else _pairs(*prompt.top),
             prompt_ranks=[] if prompt.ranks is None else prompt.ranks.tolist(),
@@ -120,7 +120,7 @@ def to_scores(found: Sequence[PromptLogits]) -> dict[int, Scores]:
     }
 
 
-def _pairs(ids: Tensor, log_probs: Tensor) -> list[list[tuple[int, float]]]:
+def _pairs(ids: np.ndarray, log_probs: np.ndarray) -> list[list[tuple[int, float]]]:
     """Return [positions, n] tokens with their log-probabilities, one list for each position."""
     return [
         list(zip(tokens, values, strict=True))

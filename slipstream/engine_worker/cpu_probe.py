@@ -78,12 +78,14 @@ def code_command(level: Level, home: Path) -> list[str]:
 
 
 def prepare(settings: EngineSettings) -> EngineSettings:
-    """Return the settings with format and code chosen, and set the environment variables for them.
+    """Return the settings with device, format and code chosen if the engine runs on a CPU, and set
+    the environment variables for them.
 
     Must be called before torch is imported.
     """
     if not runs_on_cpu(settings):
         return settings
+    settings = replace(settings, device="cpu")
     _limit_spinning()
     if settings.cpu_code == machine.AUTO:
         settings = replace(settings, cpu_code=choose_code())

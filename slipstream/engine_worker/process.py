@@ -24,7 +24,6 @@ from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.engine_worker.progress import show_progress
-from slipstream.engine_worker.ranks import run_follower, start_leader, start_own_ranks
 from slipstream.kernels.gpu.compilation.pool import CompilePool, start_pool
 from slipstream.kernels.rank_errors import RankLost
 from slipstream.server.engine_link.engine_end import EngineEnd
@@ -53,12 +52,17 @@ def start_real_engine(
 ) -> Loop:
     """Start an engine. place: of this process, if the server has started the other ranks"""
     if place is None and settings.ranks is not None and settings.ranks > 1:
+        # imported here and below: an engine of one rank starts faster without the rest
+        from slipstream.engine_worker.ranks import start_own_ranks
+
         return start_own_ranks(engine_folder, settings)
     on_gpu = not cpu_probe.runs_on_cpu(settings)
     compiler = start_pool(_kernels_of(engine_folder, settings)) if on_gpu else None
     settings = cpu_probe.prepare(settings)
     try:
         if place is not None:
+            from slipstream.engine_worker.ranks import start_leader
+
             return start_leader(engine_folder, settings, place, show_progress, compiler=compiler)
         return _start_one_rank(engine_folder, settings, compiler)
     finally:
@@ -113,6 +117,8 @@ def main(start_loop: StartLoop = start_real_engine) -> int:
 
 def _follow(link: EngineEnd, engine_folder: str, settings: EngineSettings, place: RankPlace) -> int:
     """Run a following rank. Returns the exit code."""
+    from slipstream.engine_worker.ranks import run_follower
+
     try:
         run_follower(engine_folder, settings, place)
     except Exception as error:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from slipstream.engine.loop import EngineLoop, Progress
     from slipstream.kernels.gpu.compilation.pool import CompilePool
-    from slipstream.kernels.ranks import TorchRanks
+    from slipstream.kernels.torch_ranks import TorchRanks
 
 _FAILURE_SECONDS = 1.0  # from a broken connection until the end of the other process is known
 # The server ends a start that takes too long, and a rank that is silent.
@@ -71,7 +71,7 @@ def _join(
     import torch.distributed as dist
 
     from slipstream.engine.memory.placement import place_rank
-    from slipstream.kernels.ranks import TorchRanks
+    from slipstream.kernels.torch_ranks import TorchRanks
 
     if dist.is_initialized():
         raise ValueError(

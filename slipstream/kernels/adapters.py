@@ -22,19 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.kernels.adapter_layout import LINEARS, Matrices, PageLayout
 from slipstream.kernels.linear import in_fixed_batches
 
-# the linear layers of a transformer layer, in the order they are computed
-LINEARS = QKV, O_PROJ, UP_PROJ, DOWN_PROJ = range(4)
-
-_ALIGNED = 64  # elements that matrices are aligned to, so that kernels read whole cache lines
 # Up to this many tokens of an adapter go into one batched GEMM with other adapters' tokens.
 _BATCHED_TOKENS = 8
-
-
-class LinearShape(NamedTuple):
-    inputs: int
-    outputs: tuple[int, ...]  # per part; () if the model has no such linear layer
 
 
 class StepAdapters(Protocol):
@@ -42,54 +34,6 @@ class StepAdapters(Protocol):
 
     def add(self, y: Tensor, x: Tensor, layer: int, linear: int) -> None:
         """Add the adapters' output for x [tokens, in] to y [tokens, out], in place."""
-
-
-class PageLayout:
-    """The position of each matrix in a page."""
-
-    def __init__(self, shapes: Sequence[LinearShape], layers: int, rank: int) -> None:
-        self.shapes = tuple(shapes)
-        self.layers = layers
-        self.rank = rank
-        self._starts: list[tuple[int, int]] = []  # positions of A and B within a layer
-        position = 0
-        for shape in self.shapes:
-            second = position + _aligned(len(shape.outputs) * rank * shape.inputs)
-            self._starts.append((position, second))
-            position = second + _aligned(rank * sum(shape.outputs))
-        self.layer_elements = position
-        self.elements = layers * position
-
-    def pages_for(self, rank: int) -> int:
-        return -(-rank // self.rank)
-
-    def starts(self, layer: int, linear: int) -> tuple[int, int]:
-        """Return the positions of a linear layer's A and B in a page."""
-        first, second = self._starts[linear]
-        return layer * self.layer_elements + first, layer * self.layer_elements + second
-
-    def first(self, memory: Tensor, layer: int, linear: int) -> Tensor:
-        """Return A of all pages: [pages, parts * rank, in]."""
-        shape = self.shapes[linear]
-        start, _ = self.starts(layer, linear)
-        rows = len(shape.outputs) * self.rank
-        return memory[:, start : start + rows * shape.inputs].view(-1, rows, shape.inputs)
-
-    def second(self, memory: Tensor, layer: int, linear: int) -> Tensor:
-        """Return B of all pages: [pages, rank, out]."""
-        outputs = sum(self.shapes[linear].outputs)
-        _, start = self.starts(layer, linear)
-        return memory[:, start : start + self.rank * outputs].view(-1, self.rank, outputs)
-
-
-class Matrices(NamedTuple):
-    """A and B of an adapter for one part of one linear layer."""
-
-    layer: int
-    linear: int
-    part: int
-    first: np.ndarray  # A: [rank, in]
-    second: np.ndarray  # B transposed: [rank, out]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +52,10 @@ class HostAdapter:
 
 
 def pack_adapter(
-    layout: PageLayout, matrices: Sequence[Matrices], dtype: torch.dtype, device: torch.device
+    layout: PageLayout, matrices: Sequence[Matrices], dtype: str, device: str
 ) -> HostAdapter:
-    """Return the adapter laid out for pages. device: the device that computes it; for a GPU the
-    memory is pinned
+    """Return the adapter laid out for pages. dtype: a name such as "float32"; device: the device
+    that computes it, for a GPU the memory is pinned
     """
     rank = max(one.first.shape[0] for one in matrices)
     pages = layout.pages_for(rank)
@@ -127,9 +71,9 @@ def pack_adapter(
     for one in matrices:
         halves += (one.first.ravel(), one.second.ravel())
     numbers = np.concatenate(halves).astype(np.float32, copy=False)
-    values = torch.from_numpy(numbers).to(dtype)
+    values = torch.from_numpy(numbers).to(getattr(torch, dtype))
     tables = [torch.tensor(table, dtype=torch.int32) for table in runs]
-    if device.type == "cuda":
+    if device.startswith("cuda"):
         values = values.pin_memory()
         tables = [table.pin_memory() for table in tables]
     return HostAdapter(rank, values, tables, linears)
@@ -167,13 +111,14 @@ class AdapterPages:
         layout: PageLayout,
         total_pages: int,
         most_pages: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: str,
+        device: str,
     ) -> None:
-        """most_pages: the most pages of one adapter"""
+        """most_pages: the most pages of one adapter; dtype, device: as torch names them"""
         self.layout = layout
         self.most_pages = most_pages
-        self.memory = torch.zeros(total_pages + 1, layout.elements, dtype=dtype, device=device)
+        shape = (total_pages + 1, layout.elements)
+        self.memory = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
         # Bit i is set if the page adds to linear layer i. Kernels skip the other layers.
         self.linears = np.zeros(total_pages + 1, dtype=np.int32)
         self.device_linears = torch.zeros(total_pages + 1, dtype=torch.int32, device=device)
@@ -360,7 +305,3 @@ def _as_slice(tokens: np.ndarray) -> Tensor | slice:
     if tokens[-1] - tokens[0] + 1 == len(tokens):
         return slice(int(tokens[0]), int(tokens[-1]) + 1)
     return torch.from_numpy(tokens)
-
-
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGNED) * _ALIGNED

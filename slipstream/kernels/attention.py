@@ -83,11 +83,6 @@ class AttentionPlan:
         return output
 
 
-def cache_shape(layers: int, slots: int, kv_heads: int, head_size: int) -> tuple[int, ...]:
-    """Return the shape of a cache: layers, (keys, values), then one layer's keys."""
-    return (layers, 2, kv_heads, slots, head_size)
-
-
 def plan_attention(
     tables: np.ndarray,  # [rows of the step, blocks]
     positions: np.ndarray,  # [rows of the step]: first position each computes

@@ -27,3 +27,8 @@ class AttentionRule:
     # positions of a chunk: only keys of the query's own chunk are attended to; None: no limit
     chunk: int | None = None
     slopes: Slopes | None = None
+
+
+def cache_shape(layers: int, slots: int, kv_heads: int, head_size: int) -> tuple[int, ...]:
+    """Return the shape of a cache: layers, (keys, values), then one layer's keys."""
+    return (layers, 2, kv_heads, slots, head_size)

@@ -1,21 +1,23 @@
-"""Draw tokens from logits: seeded noise, and the filters top-k, top-p, min-p and typical-p.
+"""Draw tokens from the logits of a row on a CPU: seeded noise, and the filters top-k, top-p, min-p
+and typical-p. Needs numpy only.
 
 A draw adds Gumbel noise to the scaled logits and takes the largest. The noise of a token is a hash
 of (seed, position, token). So a draw never depends on the other rows of the batch, and noise is
-needed only for the tokens that the filters keep.
+needed only for the tokens that the filters keep. `gpu/sampling/in_torch.py` draws the same tokens.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
-_LOW_32_BITS = 0xFFFFFFFF
 _LOW_64_BITS = 0xFFFFFFFFFFFFFFFF
 
 # Top-p without top-k takes this many tokens first: their probabilities nearly always reach p, and
 # sorting the whole vocabulary costs more.
 _FIRST_TOKENS = 1024
+# The noise lies between -2.9 and 16.7. A token whose logit is this much below the largest one never
+# wins, so that it needs no noise.
+_NOISE_RANGE = 20.0
 
 
 def noise_key(seed: int, position: int) -> int:
@@ -24,140 +26,130 @@ def noise_key(seed: int, position: int) -> int:
     return mixed >> 32
 
 
-def gumbel(tokens: Tensor, keys: Tensor) -> Tensor:
-    """Return Gumbel noise, float32 [rows, n].
-
-    tokens: int64 [rows, n] or [n]; keys: int64 [rows, 1]
-    """
-    bits = _mix_32(_mix_32(tokens) ^ keys) >> 8
+def gumbel(tokens: np.ndarray, key: int) -> np.ndarray:
+    """Return Gumbel noise, float32 [n]. tokens: [n]"""
+    bits = _mix_32(_mix_32(tokens.astype(np.uint32)) ^ np.uint32(key)) >> np.uint32(8)
     # Strictly between 0 and 1. The largest sum rounds up to 2**24, which would be infinite noise.
-    uniform = ((bits.float() + 0.5) * 2.0**-24).clamp(max=1 - 2.0**-24)
-    return -torch.log(-torch.log(uniform))
+    uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-24)
+    np.minimum(uniform, np.float32(1 - 2.0**-24), out=uniform)
+    noise: np.ndarray = -np.log(-np.log(uniform))
+    return noise
 
 
-def hash_tokens(vocab: int) -> Tensor:
-    """Return the part of a token's noise that no row changes: the hash of its id, int32 [vocab]."""
-    hashes = _mix_32(torch.arange(vocab))
-    return torch.where(hashes >= 2**31, hashes - 2**32, hashes).to(torch.int32)
-
-
-def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each row and its token: the first of equals; nan if the row has a
-    nan. logits: [rows, vocab]
+def largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Return the places of the `count` largest of values [n], in falling order; of equal ones the
+    first. There are fewer if fewer values are above minus infinity.
     """
-    best, tokens = logits.max(dim=-1)
-    return best, tokens
+    limit = -np.inf
+    if count < len(values):
+        limit = np.partition(values, len(values) - count)[len(values) - count]
+    chosen = np.flatnonzero(values >= limit if limit > -np.inf else values > -np.inf)
+    order = np.argsort(-values[chosen], kind="stable")[:count]
+    places: np.ndarray = chosen[order]
+    return places
+
+
+def log_sum_exp(values: np.ndarray) -> np.float32:
+    """Return the logarithm of the sum of exp(values), float32. values: float32 [n]"""
+    top = values.max()
+    total: np.float32 = top + np.log(np.exp(values - top).sum())
+    return total
 
 
 def draw_from_all(
-    logits: Tensor,  # [rows, vocab] float32
-    temperature: Tensor,  # [rows, 1], above 0
-    min_p: Tensor | None,  # [rows, 1]; None: off for all
-    keys: Tensor,  # [rows, 1] int64
-    typical_p: Tensor | None = None,  # [rows, 1], 1: off; None: off for all
-) -> Tensor:
-    """Return tokens [rows], drawn without top-k and top-p."""
-    scaled = logits / temperature
-    if min_p is not None:
-        floor = scaled.max(dim=-1, keepdim=True).values + torch.log(min_p)
-        scaled = scaled.masked_fill(scaled < floor, float("-inf"))
-    if typical_p is not None:
-        scaled = scaled.masked_fill(~keep_typical(scaled, typical_p), float("-inf"))
-    tokens = torch.arange(scaled.shape[-1], device=scaled.device)
-    return (scaled + gumbel(tokens, keys)).argmax(dim=-1)
+    logits: np.ndarray,  # float32 [vocab], the largest of them finite
+    temperature: float,  # above 0
+    min_p: float,  # 0: off
+    key: int,
+    typical_p: float = 1.0,  # 1: off
+) -> int:
+    """Return a token, drawn without top-k and top-p."""
+    scaled = logits / np.float32(temperature)
+    if min_p > 0:
+        scaled[scaled < scaled.max() + np.log(np.float32(min_p))] = -np.inf
+    if typical_p < 1.0:
+        scaled[~keep_typical(scaled, typical_p)] = -np.inf
+    floor = scaled.max() - np.float32(_NOISE_RANGE)
+    return _draw(scaled, np.flatnonzero(scaled >= floor), key)
 
 
 def draw_narrowed(
-    logits: Tensor,  # [rows, vocab] float32
-    temperature: Tensor,  # [rows, 1], above 0
-    top_k: Tensor,  # [rows, 1] int64, 0: off
-    top_p: Tensor,  # [rows, 1], 1: off
-    min_p: Tensor,  # [rows, 1], 0: off
-    keys: Tensor,  # [rows, 1] int64
-    widest: int,  # the largest top_k, or 0 if a row has top-p without top-k
-    typical_p: Tensor | None = None,  # [rows, 1], 1: off; None: off for all
-) -> Tensor:
-    """Return tokens [rows], drawn after temperature, top-k, top-p within it, and min-p relative to
-    the likeliest token.
+    logits: np.ndarray,  # float32 [vocab], the largest of them finite
+    temperature: float,  # above 0
+    top_k: int,  # 0: off
+    top_p: float,  # 1: off
+    min_p: float,  # 0: off
+    key: int,
+    typical_p: float = 1.0,  # 1: off
+) -> int:
+    """Return a token, drawn after temperature, top-k, top-p within it, and min-p relative to the
+    likeliest token.
     """
-    scaled = logits / temperature
-    vocab = logits.shape[-1]
-    by_p_alone = top_k == 0
-    total = torch.where(by_p_alone, scaled.logsumexp(dim=-1, keepdim=True), float("nan"))
-    # On a GPU, checking whether the first tokens suffice would synchronise: sorting all is faster.
-    first = _FIRST_TOKENS if logits.device.type == "cpu" else vocab
-    width = min(widest or first, vocab)
-    # largest first, with one more, which shows whether the last kept one has equals
-    values, tokens = scaled.topk(min(width + 1, vocab), dim=-1)
-    kept, reached = _keep(values, top_k, top_p, min_p, total)
-    if width < vocab and not widest and not bool((reached | ~by_p_alone).all()):
-        values, tokens = scaled.sort(dim=-1, descending=True)
-        kept, _ = _keep(values, top_k, top_p, min_p, total)
-    if logits.device.type == "cpu":
-        _keep_first_of_equals(scaled, values, tokens, kept)
-    values = values.masked_fill(~kept, float("-inf"))
-    if typical_p is not None:
-        values = values.masked_fill(~keep_typical(values, typical_p), float("-inf"))
-    scores = values + gumbel(tokens, keys)
-    return tokens.gather(-1, scores.argmax(dim=-1, keepdim=True)).flatten()
+    scaled = logits / np.float32(temperature)
+    tokens = largest(scaled, min(top_k or _FIRST_TOKENS, len(scaled)))
+    # Top-p is relative to what top-k kept; without top-k, to the whole vocabulary.
+    mass = log_sum_exp(scaled[tokens] if top_k else scaled)
+    kept, reached = _keep(scaled[tokens], mass, top_p, min_p)
+    if not top_k and not reached and len(tokens) < len(scaled):
+        tokens = largest(scaled, len(scaled))
+        kept, _ = _keep(scaled[tokens], mass, top_p, min_p)
+    tokens = tokens[kept]
+    if typical_p < 1.0:
+        tokens = tokens[keep_typical(scaled[tokens], typical_p)]
+    return _draw(scaled, tokens, key)
 
 
 def keep_typical(
-    scaled: Tensor,  # [rows, n] float32 logits, -inf for tokens that are excluded already
-    typical_p: Tensor,  # [rows, 1], 1: off
-) -> Tensor:
-    """Return which tokens locally typical sampling keeps [rows, n].
+    scaled: np.ndarray,  # float32 [n] logits, -inf for tokens that are excluded already
+    typical_p: float,
+) -> np.ndarray:
+    """Return which tokens locally typical sampling keeps [n].
 
     These are the fewest tokens whose probabilities reach `typical_p`, taken in the order of the
     distance between their negative log-probability and the entropy. Equal distances are all kept.
     """
-    log_probability = scaled.log_softmax(dim=-1)
-    probability = log_probability.exp()
-    # nansum: an excluded token is 0 * -inf
-    entropy = -(probability * log_probability).nansum(dim=-1, keepdim=True)
-    distance = (log_probability + entropy).abs()
-    nearest, order = distance.sort(dim=-1)
-    cumulative = probability.gather(-1, order).cumsum(dim=-1)
-    last = (cumulative < typical_p).sum(dim=-1, keepdim=True).clamp(max=scaled.shape[-1] - 1)
-    return (distance <= nearest.gather(-1, last)) | (typical_p >= 1.0)
+    log_probability = scaled - scaled.max()
+    log_probability -= np.log(np.exp(log_probability).sum())
+    probability = np.exp(log_probability)
+    possible = probability > 0
+    entropy = -(probability[possible] * log_probability[possible]).sum()
+    distance = np.abs(log_probability + entropy)
+    order = np.argsort(distance, kind="stable")
+    cumulative = _cumulative(probability[order])
+    last = min(int((cumulative < np.float32(typical_p)).sum()), len(scaled) - 1)
+    kept: np.ndarray = distance <= distance[order[last]]
+    return kept
+
+
+def _draw(scaled: np.ndarray, tokens: np.ndarray, key: int) -> int:
+    return int(tokens[(scaled[tokens] + gumbel(tokens, key)).argmax()])
 
 
 def _keep(
-    values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor
-) -> tuple[Tensor, Tensor]:
+    values: np.ndarray, mass: np.float32, top_p: float, min_p: float
+) -> tuple[np.ndarray, bool]:
     """Return which of the sorted values are kept, and whether they reach top-p."""
-    rank = torch.arange(values.shape[-1], device=values.device)
-    kept = (rank < top_k) | (top_k == 0)
-    values = values.masked_fill(~kept, float("-inf"))
-    # Top-p is relative to what top-k kept; without top-k, to the whole vocabulary (`total`).
-    mass = torch.where(top_k == 0, total, values.logsumexp(dim=-1, keepdim=True))
-    probability = torch.exp(values - mass)
-    cumulative = probability.cumsum(dim=-1)
-    kept = kept & ((cumulative - probability < top_p) | (top_p >= 1.0))
-    kept = kept & (probability >= min_p * probability[:, :1])
-    kept[:, 0] = True
-    return kept, cumulative[:, -1:] >= top_p
+    probability = np.exp(values - mass)
+    cumulative = _cumulative(probability)
+    kept = probability >= np.float32(min_p) * probability[0]
+    if top_p < 1.0:
+        kept &= cumulative - probability < np.float32(top_p)
+    kept[0] = True
+    return kept, bool(cumulative[-1] >= np.float32(top_p))
 
 
-def _keep_first_of_equals(scaled: Tensor, values: Tensor, tokens: Tensor, kept: Tensor) -> None:
-    """Of tokens with equal logits at the limit, keep those with the lowest ids, by changing
-    `tokens`. Which of them `topk` returns depends on its width, so on the other rows of the batch.
-    """
-    count = kept.sum(dim=-1, keepdim=True)  # the kept values are the first ones
-    limit = values.gather(-1, count - 1)
-    following = values.gather(-1, count.clamp(max=values.shape[-1] - 1))
-    ambiguous = (following == limit) & (count < values.shape[-1])
-    for row in ambiguous.flatten().nonzero().flatten().tolist():
-        places = (kept[row] & (values[row] == limit[row])).nonzero().flatten()
-        equal = (scaled[row] == limit[row]).nonzero().flatten()
-        tokens[row, places] = equal[: len(places)]
+def _cumulative(probability: np.ndarray) -> np.ndarray:
+    """Return cumulative sums in float32, added in float64."""
+    sums: np.ndarray = np.cumsum(probability, dtype=np.float64).astype(np.float32)
+    return sums
 
 
-def _mix_32(x: Tensor) -> Tensor:
-    """Hash 32 bits, held in int64: a bijection in which each input bit affects every output bit."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW_32_BITS
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW_32_BITS
-    return x ^ (x >> 16)
+def _mix_32(x: np.ndarray) -> np.ndarray:
+    """Hash uint32: a bijection in which each input bit affects every output bit."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return x
 
 
 def _mix_64(x: int) -> int:

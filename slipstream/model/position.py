@@ -4,15 +4,14 @@ A table holds, for each position, cos and sin of position × frequency for every
 token's key never depends on how its prompt was cut into steps, nor on the rest of its sequence.
 Dynamic scaling, which depends on the length of the sequence, is resolved per position: the token at
 position p is rotated as in a sequence of p + 1 tokens. The two lists of factors of longrope cannot
-be mixed in one sequence, so that the longest served sequence chooses the list.
+be mixed in one sequence, so that the longest served sequence chooses the list. Needs no torch.
 """
 
 from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from slipstream.model.spec import ModelSpec, RopeScaling
 
@@ -24,26 +23,26 @@ def rotary_size(spec: ModelSpec) -> int:
 
 def rotary_table(
     spec: ModelSpec, positions: int, theta: float | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Return cosine and signed sine, each [positions, rotary_size] in float32, as
     `kernels.rotary.rotate` takes them.
 
     theta: the base of layers with their own base and no scaling; None: the model's
     """
     size = rotary_size(spec)
-    position = torch.arange(positions, dtype=torch.float32)
+    position = np.arange(positions, dtype=np.float32)
     if theta is not None:
         frequencies = _plain_frequencies(theta, size)[None, :]
         scale = 1.0
     else:
         frequencies, scale = _frequencies(spec, size, position)  # [positions or 1, size / 2]
     angles = position[:, None] * frequencies
-    cosine = angles.cos() * scale
-    sine = angles.sin() * scale
-    return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
+    cosine = np.cos(angles) * np.float32(scale)
+    sine = np.sin(angles) * np.float32(scale)
+    return np.concatenate((cosine, cosine), axis=-1), np.concatenate((-sine, sine), axis=-1)
 
 
-def _frequencies(spec: ModelSpec, size: int, position: Tensor) -> tuple[Tensor, float]:
+def _frequencies(spec: ModelSpec, size: int, position: np.ndarray) -> tuple[np.ndarray, float]:
     """Return frequencies [positions or 1, size / 2] and the factor of cos and sin."""
     plain = _plain_frequencies(spec.rope_theta, size)[None, :]
     scaling = spec.rope_scaling
@@ -51,7 +50,7 @@ def _frequencies(spec: ModelSpec, size: int, position: Tensor) -> tuple[Tensor, 
         return plain, 1.0
     original = scaling.original_positions or spec.max_positions
     if scaling.kind == "linear":
-        return plain / scaling.factor, 1.0
+        return plain / np.float32(scaling.factor), 1.0
     if scaling.kind == "dynamic":
         return _dynamic(spec.rope_theta, size, scaling.factor, original, position), 1.0
     if scaling.kind == "llama3":
@@ -60,38 +59,45 @@ def _frequencies(spec: ModelSpec, size: int, position: Tensor) -> tuple[Tensor, 
         return _yarn(plain, scaling, spec.rope_theta, size, original), _yarn_scale(scaling)
     if scaling.kind == "longrope":
         factors = scaling.short_factors if len(position) <= original else scaling.long_factors
-        frequencies = plain / torch.tensor(factors, dtype=torch.float32)
+        frequencies = plain / np.array(factors, dtype=np.float32)
         return frequencies, _longrope_scale(scaling, spec, original)
     raise ValueError(f"unknown rope scaling {scaling.kind!r}")
 
 
-def _plain_frequencies(theta: float, size: int) -> Tensor:
-    return 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
+def _plain_frequencies(theta: float, size: int) -> np.ndarray:
+    exponent = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    frequencies: np.ndarray = np.float32(1.0) / np.float32(theta) ** exponent
+    return frequencies
 
 
-def _dynamic(theta: float, size: int, factor: float, original: int, position: Tensor) -> Tensor:
+def _dynamic(
+    theta: float, size: int, factor: float, original: int, position: np.ndarray
+) -> np.ndarray:
     """Grow the base with the length once the sequence is longer than the trained context."""
-    length = (position + 1).clamp(min=original).double()
+    length = np.maximum(position + 1, original).astype(np.float64)
     base = theta * ((factor * length / original) - (factor - 1)) ** (size / (size - 2))
-    exponent = torch.arange(0, size, 2, dtype=torch.float64) / size
-    return (1.0 / (base[:, None] ** exponent)).float()
+    exponent = np.arange(0, size, 2, dtype=np.float64) / size
+    frequencies: np.ndarray = (1.0 / (base[:, None] ** exponent)).astype(np.float32)
+    return frequencies
 
 
-def _llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tensor:
+def _llama3(plain: np.ndarray, scaling: RopeScaling, original: int) -> np.ndarray:
     """Stretch long wavelengths, keep short ones, and blend those in between."""
     wavelength = 2 * math.pi / plain
     longest = original / scaling.low_frequency_factor
     shortest = original / scaling.high_frequency_factor
-    stretched = torch.where(wavelength > longest, plain / scaling.factor, plain)
+    stretched = np.where(wavelength > longest, plain / scaling.factor, plain)
     smooth = (original / wavelength - scaling.low_frequency_factor) / (
         scaling.high_frequency_factor - scaling.low_frequency_factor
     )
     blended = (1 - smooth) * plain / scaling.factor + smooth * plain
     between = (wavelength <= longest) & (wavelength >= shortest)
-    return torch.where(between, blended, stretched)
+    return np.where(between, blended, stretched).astype(np.float32)
 
 
-def _yarn(plain: Tensor, scaling: RopeScaling, theta: float, size: int, original: int) -> Tensor:
+def _yarn(
+    plain: np.ndarray, scaling: RopeScaling, theta: float, size: int, original: int
+) -> np.ndarray:
     """Keep dimensions that rotate often within the trained context, stretch those that rotate
     rarely.
     """
@@ -108,9 +114,11 @@ def _yarn(plain: Tensor, scaling: RopeScaling, theta: float, size: int, original
     high = min(high, size - 1)
     if low == high:
         high += 0.001  # avoids a division by zero
-    ramp = (torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)
-    ramp = ramp.clamp(0, 1)[None, :]
-    return plain / scaling.factor * ramp + plain * (1 - ramp)
+    ramp = (np.arange(size // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    ramp = ramp.clip(0, 1)[None, :]
+    stretched = plain / np.float32(scaling.factor)
+    frequencies: np.ndarray = stretched * ramp + plain * (1 - ramp)
+    return frequencies
 
 
 def _yarn_scale(scaling: RopeScaling) -> float:

@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from slipstream.kernels import packed_cache
 from slipstream.kernels.activation import ACTIVATIONS, gated
-from slipstream.kernels.adapters import DOWN_PROJ, O_PROJ, QKV, UP_PROJ, StepAdapters
-from slipstream.kernels.attention import cache_shape
-from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.adapter_layout import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
+from slipstream.kernels.adapters import StepAdapters
+from slipstream.kernels.attention_rule import AttentionRule, cache_shape
 from slipstream.kernels.inputs import Input, pick, plain
 from slipstream.kernels.linear import (
     FusedLinear,
@@ -128,7 +128,10 @@ class Transformer:
             rotated = filter(spec.rotates_layer, range(spec.layers))
             for theta in {spec.theta_of_layer(index) for index in rotated}:
                 cosine, sine = rotary_table(spec, positions, theta)
-                self.rope[theta] = (cosine.to(self.device), sine.to(self.device))
+                self.rope[theta] = (
+                    torch.from_numpy(cosine).to(self.device),
+                    torch.from_numpy(sine).to(self.device),
+                )
 
     def _take_projections(self, source: Tensors) -> None:
         """Take the linear layers between embeddings and layers of another size."""

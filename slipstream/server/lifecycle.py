@@ -19,13 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.engine.memory.cores import usable_cores
 from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
 from slipstream.repository.models import Repository, inspect_repository
 from slipstream.repository.reading import Reading
+from slipstream.server.engine_link.link import remove_left_folders
 from slipstream.server.engine_link.memory_table import memory_table, titled_replicas
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.engine_link.visible_gpus import runs_on_gpu
-from slipstream.server.frontends.count import choose_count, usable_cores
+from slipstream.server.frontends.count import choose_count
 from slipstream.server.frontends.ports import PortError, Ports
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.log.output import HANDLER
@@ -41,7 +43,10 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # longest wait, after the exit timeout, for other front ends to report to their clients
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 1.0
+# after the exit timeout, each part of the server has this long to end
+LEAST_PATIENCE_SECONDS = 0.5
+ENGINE_SECONDS = 5.0  # longest wait for the end of an engine without work
 
 # The gRPC library reads this variable when it is imported. The thread that polls the completion
 # queue (the event loop's, or `grpc-events` while the server is idle) then also reads the sockets.
@@ -71,6 +76,7 @@ def run_server(options: ServerOptions, factories: Sequence[ModelFactory] = ()) -
     for warning in reading.problems.warnings:
         logger.warning(str(warning))
     _warn_of_exposure(options)
+    remove_left_folders()
     hosts = _open_cluster(options)
     try:
         return _run_server(options, factories, reading, early_signals, hosts)
@@ -287,9 +293,10 @@ class _Server:
         finally:
             if polling is not None:
                 polling.cancel()
+        deadline = time.monotonic() + self._options.exit_timeout_seconds
         await self._drain(services)
-        await services.close()
-        await self._engines.stop()
+        await services.close(_patience(deadline))
+        await self._engines.stop(min(_patience(deadline), ENGINE_SECONDS))
         return 0
 
     async def _first(self, event: asyncio.Future[Any]) -> bool:
@@ -323,7 +330,7 @@ class _Server:
             logger.warning(
                 "requests still run after %g s (--exit-timeout-secs) and are cancelled", seconds
             )
-            await self._engines.stop()
+            await self._engines.stop(LEAST_PATIENCE_SECONDS)
             with suppress(TimeoutError):  # a front end that does not respond is killed later
                 async with asyncio.timeout(SETTLE_SECONDS):
                     await services.settle()
@@ -389,6 +396,11 @@ class _Server:
         if loads:
             parts = f": {max(loads):.1f} s to load, {whole - max(loads):.1f} s for the rest"
         return f"Ready:    in {whole:.1f} s{parts}"
+
+
+def _patience(deadline: float) -> float:
+    """Return the seconds until the exit timeout, or a moment after it."""
+    return max(LEAST_PATIENCE_SECONDS, deadline - time.monotonic())
 
 
 def _process_seconds() -> float:

@@ -212,14 +212,15 @@ class Services:
         await self._grpc.start()
         return _grpc_address(address, number)
 
-    async def close(self) -> None:
+    async def close(self, most_seconds: float = CLOSE_SECONDS) -> None:
         """Stop listening. Responses that are being sent are given time to end."""
+        seconds = min(most_seconds, CLOSE_SECONDS)
         if self._frontends is not None:
-            await self._frontends.close(CLOSE_SECONDS)
+            await self._frontends.close(seconds)
         await asyncio.gather(
-            self._grpc.stop(CLOSE_SECONDS),
-            self._http.close(CLOSE_SECONDS),
-            self._metrics.close(CLOSE_SECONDS),
+            self._grpc.stop(seconds),
+            self._http.close(seconds),
+            self._metrics.close(seconds),
         )
         await self.loader.close()
         self._memory.close()

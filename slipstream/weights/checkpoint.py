@@ -70,6 +70,7 @@ class CheckpointSource:
     """A checkpoint folder as a source. Its tensors already have the names of parameters."""
 
     stored = None  # its matrices are plain
+    expanded = ""
 
     def __init__(self, folder: Path, label: str) -> None:
         self.label = label
@@ -101,6 +102,7 @@ class CheckpointSource:
         except (KeyError, TypeError, ValueError) as error:
             raise SourceError(f"{path}: damaged: {error}; convert the model again") from error
         self.ranks = mapping.world_size
+        self.stages = mapping.pp_size
         self._tensors = RankedTensors(folder, self.spec, mapping)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from slipstream.model.spec import ModelSpec
 from slipstream.weights.build import build_engine
 from slipstream.weights.checkpoint import CheckpointSource
-from slipstream.weights.engine_config import BuildLimits
+from slipstream.weights.engine_config import BuildLimits, EngineConfig, read_engine_config
+from slipstream.weights.shards import possible_ranks
 from slipstream.weights.sources.open_source import open_source
 from slipstream.weights.sources.source import SourceError
 from slipstream.weights.stream import Progress, no_progress
@@ -38,6 +39,7 @@ class BuildFlags:
     fp8_kv_cache: bool = False
     limits: Mapping[str, int] = field(default_factory=dict)  # name of LIMIT_NAMES → limit
     ranks: int = 1  # ranks that the flags want; a checkpoint may want more
+    stages: int = 1  # pipeline stages that the flags want; they are among the ranks
 
 
 class BuildResult(NamedTuple):
@@ -54,13 +56,13 @@ def build(wanted: BuildFlags, progress: Progress = no_progress) -> BuildResult:
     fp8_kv_cache = wanted.fp8_kv_cache
     notes: list[str] = []
     ranks = wanted.ranks
+    stages = wanted.stages
     if isinstance(source, CheckpointSource):
         dtype = wanted.dtype or source.stored_dtype
         weight_only = weight_only or source.weight_only
         fp8_kv_cache = fp8_kv_cache or source.fp8_kv_cache
         ranks = max(ranks, source.ranks)
-    if ranks > 1:
-        notes.append(f"the engine is built whole: it runs with {ranks} ranks, or any other number")
+        stages = max(stages, source.stages)
     limits = choose_limits(source.spec, wanted.limits, notes)
     wrote = False
 
@@ -79,7 +81,19 @@ def build(wanted: BuildFlags, progress: Progress = no_progress) -> BuildResult:
         progress=watch,
         wanted_ranks=ranks,
     )
+    notes += _explain_ranks(read_engine_config(folder), ranks, stages)
     return BuildResult(folder, wrote, tuple(notes))
+
+
+def _explain_ranks(config: EngineConfig, ranks: int, stages: int) -> Iterator[str]:
+    """Yield lines about the ranks that the user wants."""
+    if stages > 1:
+        yield f"pp_size {stages}: pipeline stages run as tensor ranks, {ranks} ranks in all"
+    possible = possible_ranks(config.spec, config.quantisation, ranks)
+    if possible < ranks:
+        yield f"{ranks} ranks do not divide this model: it runs with {possible} instead"
+    elif ranks > 1:
+        yield f"the engine is built whole: it runs with {ranks} ranks, or any other number"
 
 
 def choose_limits(spec: ModelSpec, given: Mapping[str, int], notes: list[str]) -> BuildLimits:

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.kernels.blocks import BlockMatrix, matrix_of
+from slipstream.kernels.blocks import matrix_of
+from slipstream.kernels.stored import StoredArray, Weight
 from slipstream.weights.engine_config import EngineConfig, EngineFolderError, read_engine_config
 from slipstream.weights.parameters import PLAIN_FORMS, TensorSlot, engine_layout, part_name
-from slipstream.weights.tensor_file import MappedTensor, TensorFileError, map_tensors, read_header
+from slipstream.weights.tensor_file import TensorFileError, map_tensors, read_header
 
 if TYPE_CHECKING:
     import torch
 
 _REBUILD = "copy the file again, or import the model again"
-
-Weight = MappedTensor | BlockMatrix
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class EngineFolder(EngineConfig):
             rows = []
             for index, part in enumerate(parts):
                 tensor = found.pop(part_name(name, index))
-                assert isinstance(tensor, MappedTensor)
+                assert isinstance(tensor, StoredArray)
                 rows.append((part.form, tensor.array))
             found[name] = matrix_of(rows)
         return found

@@ -6,6 +6,7 @@ Each call reads the environment again.
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -41,3 +42,13 @@ def hugging_face_cache() -> Path:
 
 def _folder(variable: str, default: Path) -> Path:
     return expand_home(os.environ.get(variable) or default, variable)
+
+
+def no_space(folder: Path, variable: str) -> str:
+    """Return the text of an error: the disk of a folder is full. `variable` names the folder."""
+    found = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(found).free >> 20
+    return (
+        f"the disk of {folder} is full: {free} MiB are free; remove files there, or set {variable} "
+        "to a folder on another disk"
+    )

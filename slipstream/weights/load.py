@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,24 +11,41 @@ from slipstream.engine.loop import EngineLoop, Progress
 from slipstream.engine.ranks.following import Follower
 from slipstream.engine.ranks.orders import Followers
 from slipstream.engine.settings import EngineSettings
-from slipstream.engine.start import (
-    BuiltLimits,
-    RankGroup,
-    create_engine,
-    create_follower,
-    run_dtype,
-)
+from slipstream.engine.sizes import BuiltLimits
+from slipstream.engine.start import RankGroup, create_engine, create_follower
 from slipstream.kernels.ranks import ALONE, Ranks
+from slipstream.kernels.stored import Weight
 from slipstream.weights.cache.locks import hold
 from slipstream.weights.engine_config import CONFIG_NAME
-from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.engine_folder import EngineFolder, read_engine_folder
 from slipstream.weights.home import cpu_code_folder, slipstream_home
 from slipstream.weights.integrity import verify_weights
 from slipstream.weights.lora import read_adapter_folder
 from slipstream.weights.shards import rank_spec, rank_tensors
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from slipstream.kernels.gpu.compilation.pool import CompilePool
+
+
+@dataclass(frozen=True)
+class FolderWeights:
+    """The weights of one rank's part of an engine folder."""
+
+    folder: EngineFolder
+    rank: int = 0
+    ranks: int = 1
+
+    def tensors(self, dtype: str) -> dict[str, Tensor]:
+        import torch
+
+        return rank_tensors(self.folder, self.rank, self.ranks, getattr(torch, dtype))
+
+    def arrays(self) -> dict[str, Weight]:
+        if self.ranks > 1:
+            raise ValueError("a rank's part of the weights is made with torch")
+        return self.folder.weights()
 
 
 def start_engine(
@@ -52,7 +70,7 @@ def start_engine(
     with verify_weights(folder):
         loop = create_engine(
             rank_spec(folder.spec, ranks.size),
-            rank_tensors(folder, ranks.rank, ranks.size, run_dtype(settings)),
+            FolderWeights(folder, ranks.rank, ranks.size),
             settings,
             folder.build.max_seq_len,
             progress,
@@ -79,6 +97,6 @@ def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> 
         folder.quantisation.kv_cache == "FP8",
     )
     spec = rank_spec(folder.spec, ranks.size)
+    weights = FolderWeights(folder, ranks.rank, ranks.size)
     with verify_weights(folder) if ranks.local_rank == 0 else nullcontext():
-        tensors = rank_tensors(folder, ranks.rank, ranks.size, run_dtype(settings))
-        return create_follower(spec, tensors, settings, limits, ranks)
+        return create_follower(spec, weights, settings, limits, ranks)

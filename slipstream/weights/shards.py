@@ -20,7 +20,8 @@ from slipstream.weights.rank_split import Part, engine_part
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.weights.engine_folder import EngineFolder, Weight
+    from slipstream.kernels.stored import Weight
+    from slipstream.weights.engine_folder import EngineFolder
 
 _MOST_NAMED = 64  # ranks that a message names
 

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from slipstream.kernels.stored import StoredArray
 from slipstream.weights.parameters import ITEM_BYTES, TensorSlot
 
 _MAX_HEADER_BYTES = 100_000_000  # limit of the format
@@ -51,13 +52,6 @@ _NUMPY_TYPES = {
 
 class TensorFileError(ValueError):
     """The file is not a complete safetensors file. The text names the file and what is wrong."""
-
-
-class MappedTensor(NamedTuple):
-    """A tensor of a mapped file."""
-
-    code: str  # the type, as a safetensors code
-    array: np.ndarray  # BF16 as its bits in uint16, 8-bit floats in uint8
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ def read_header(path: Path) -> TensorHeader:
     return TensorHeader(slots, hashlib.sha256(raw).hexdigest(), file_bytes)
 
 
-def map_tensors(path: Path) -> dict[str, MappedTensor]:
+def map_tensors(path: Path) -> dict[str, StoredArray]:
     """Return the tensors of a file, read-only. They use no memory of their own: processes share
     its pages.
 
@@ -109,7 +103,7 @@ def map_tensors(path: Path) -> dict[str, MappedTensor]:
     tensors = {}
     for name, slot in slots.items():
         flat = np.frombuffer(data, _NUMPY_TYPES[slot.dtype], prod(slot.shape), offset)
-        tensors[name] = MappedTensor(slot.dtype, flat.reshape(slot.shape))
+        tensors[name] = StoredArray(slot.dtype, flat.reshape(slot.shape))
         offset += slot.nbytes
     return tensors
 

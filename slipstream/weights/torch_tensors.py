@@ -7,8 +7,7 @@ import warnings
 import torch
 
 from slipstream.kernels.blocks import BlockMatrix
-from slipstream.weights.engine_folder import Weight
-from slipstream.weights.tensor_file import MappedTensor
+from slipstream.kernels.stored import StoredArray, Weight
 
 _TYPES = {  # those that numpy lacks
     "BF16": torch.bfloat16,
@@ -22,7 +21,7 @@ def to_tensor(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     return expand(weight, dtype) if isinstance(weight, BlockMatrix) else map_tensor(weight)
 
 
-def map_tensor(weight: MappedTensor) -> torch.Tensor:
+def map_tensor(weight: StoredArray) -> torch.Tensor:
     """Return a tensor on the memory of an array, which must not be written to."""
     with warnings.catch_warnings():
         # The file is mapped read-only. Nothing writes to weights.

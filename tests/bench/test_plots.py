@@ -98,3 +98,23 @@ def test_a_page_of_several_runs_compares_them():
     assert throughput[0][1] < throughput[1][1], "four times the load took four times as long here"
     assert "<td>40.0</td>" in text  # the first token of the slower run, in milliseconds
     assert not re.search(r"https?://|<script|src=|@import|url\(", text), "the page loads something"
+
+
+def test_a_page_says_how_it_was_measured_and_shows_values_to_a_pointer():
+    runs = [create_run(1), create_run(4)]
+    text = page("m", "requests in flight", runs, [("Date", "<today>")])
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))
+    assert facts == {
+        "Date": "&lt;today&gt;",
+        "Tokens of a prompt": "2 on average, 2 to 2",
+        "Tokens of an answer": "4 on average, 1 to 4",
+        "Requests": "12",
+    }
+    titles = re.findall(r"<title>(.*?)</title></circle>", text)
+    assert "4 in flight: 40 at 0" in titles
+    assert len(titles) > 30
+
+
+def test_a_long_line_shows_some_of_its_values():
+    svg = chart("s", "ms", [Series("a", [(float(n), 1.0) for n in range(5000)])])
+    assert 50 <= svg.count("<title>") <= 100

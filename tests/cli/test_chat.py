@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import socket
 import subprocess
@@ -40,6 +41,9 @@ IN_TERMINAL = (
     "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); os.login_tty(0); "
     "from slipstream.cli.main import main; main()"
 )
+
+
+FIGURES = re.compile(r"\x1b\[2m\d+ tokens?(, \d+\.\d tokens/s)?, first after \d+\.\d\d s\x1b\[0m")
 
 
 class Place:
@@ -133,6 +137,12 @@ class Terminal:
                 self.all += new
         before, _, self._unread = self._unread.partition(text)
         return before
+
+    def answer(self) -> str:
+        """Wait for the next prompt. Return what was printed, without the line of figures."""
+        printed, figures = self.until("\n\n>>> ").rsplit("\n\n", 1)
+        assert FIGURES.fullmatch(figures), figures
+        return printed
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
@@ -272,7 +282,7 @@ def test_reasoning_is_printed_dimmed_in_a_terminal_and_not_through_a_pipe(
         shell = terminal("-u", address)
         shell.until(">>> ")
         shell.type("One?\n")
-        assert shell.until("\n\n>>> ").endswith("\x1b[2mHm.\x1b[0m\n\ncaf\u00e9")
+        assert shell.answer().endswith("\x1b[2mHm.\x1b[0m\n\ncaf\u00e9")
 
 
 def test_control_characters_in_a_model_name_are_removed(terminal: Callable[..., Terminal]) -> None:
@@ -313,7 +323,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     wait_until(lambda: place.engine.cancels == [(1, "cancelled")])
     place.engine.hold_end = False
     shell.type("Two?\n")
-    said = shell.until("\n\n>>> ").split("\n", 1)[1]
+    said = shell.answer().split("\n", 1)[1]
     assert said == f"[user] One? [assistant] {FIRST} [user] Two? [assistant]"
     shell.type("half a line")
     # wait until the program has read it: the terminal drops unread input at Ctrl-C
@@ -358,7 +368,7 @@ def test_ctrl_d_quits_and_control_characters_of_answers_are_removed(
     shell = terminal("-u", place.address, "--system", "\x1b[31mred\x07")
     shell.until(">>> ")
     shell.type("One?\n")
-    assert shell.until("\n\n>>> ").endswith("[system] [31mred [user] One? [assistant]")
+    assert shell.answer().endswith("[system] [31mred [user] One? [assistant]")
     shell.type("\x04")
     assert shell.close() == 0
 
@@ -436,3 +446,57 @@ def counted(server: RealServer, series: str) -> float:
     """Return the value of a metric."""
     lines = httpx.get(f"http://{server.metrics}/metrics", trust_env=False).text.splitlines()
     return float(next(line for line in lines if series in line).rpartition(" ")[2])
+
+
+def test_settings_are_changed_shown_and_sent(place: Place) -> None:
+    lines = "/set max_tokens 7\n/set temperature\n/set system Be brief.\n/show\nOne?\n"
+    result = place.pipe(lines)
+    shown, answer = result.stdout.split("messages: 0\n")
+    assert shown == "max_tokens: 7\nsystem: Be brief.\n"
+    assert "[system] Be brief.".startswith(answer.strip())
+    assert answer.strip()
+    ((_, sampling),) = place.engine.submitted
+    assert sampling.max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("/set heat 1", "there is no setting heat; there are: temperature, top_p"),
+        ("/set seed 1.5", "seed must be a whole number, not '1.5'"),
+        ("/set top_p much", "top_p must be a number, not 'much'"),
+        ("/sett seed 1", "there is no command /sett: "),
+        ("/save", "/save needs the name of a file"),
+        ("/retry", "there is no question to ask again"),
+        ("/load /none", "No such file or directory"),
+    ],
+)
+def test_a_wrong_command_is_named_and_not_sent(place: Place, line: str, text: str) -> None:
+    result = place.pipe(f"{line}\n")
+    assert text in result.stderr
+    assert (result.stdout, place.engine.submitted) == ("", [])
+
+
+def test_a_conversation_is_saved_and_continued(place: Place, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    place.pipe(f"/set max_tokens 50\nOne?\n/save {file}\n")
+    saved = json.loads(file.read_text())
+    assert saved["settings"] == {"temperature": 0, "max_tokens": 50}
+    assert [message["role"] for message in saved["messages"]] == ["user", "assistant"]
+    result = place.pipe(f"/load {file}\n/set max_tokens\nTwo?\n")
+    assert result.stdout.startswith("[user] One? [assistant] [user] One? ")
+    assert result.stdout.endswith(" [user] Two? [assistant]\n")
+    file.write_text('{"messages": []}')
+    assert "not a conversation that /save wrote" in place.pipe(f"/load {file}\n").stderr
+
+
+def test_retry_asks_the_last_question_again(place: Place) -> None:
+    assert place.pipe("One?\n/retry\n").stdout == f"{FIRST}\n{FIRST}\n"
+    assert len(place.engine.submitted) == 2
+
+
+def test_a_message_of_several_lines_is_one_question(place: Place) -> None:
+    result = place.pipe('"""\nOne\n  two\n"""\n/show\n')
+    assert result.stdout.startswith("[user] One\n  two [assistant]")
+    assert result.stdout.endswith("messages: 2\n")
+    assert len(place.engine.submitted) == 1

@@ -227,6 +227,41 @@ def test_split_checkpoints_build_the_same_engine_as_whole_ones(
     assert [config.wanted_ranks for config in built] == [1, tensors * stages]
 
 
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        (
+            ("--tp_size", 2),
+            ["the engine is built whole: it runs with 2 ranks, or any other number"],
+        ),
+        (
+            ("--tp_size", 2, "--pp_size", 2),
+            [
+                "pp_size 2: pipeline stages run as tensor ranks, 4 ranks in all",
+                "the engine is built whole: it runs with 4 ranks, or any other number",
+            ],
+        ),
+        (
+            ("--tp_size", 2, "--pp_size", 3),
+            [
+                "pp_size 3: pipeline stages run as tensor ranks, 6 ranks in all",
+                "6 ranks do not divide this model: it runs with 4 instead",
+            ],
+        ),
+    ],
+)
+def test_the_build_says_how_many_ranks_run(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple, lines: list[str]
+) -> None:
+    assert run("build", "--checkpoint_dir", model, "--output_dir", tmp_path / "e", *flags) == 0
+    printed = capsys.readouterr().out.splitlines()
+    found = [line.removeprefix("[WARNING] ") for line in printed if " ranks" in line]
+    assert found == lines
+    config = read_engine_config(tmp_path / "e")
+    product = flags[1] * (flags[3] if len(flags) > 2 else 1)
+    assert config.wanted_ranks == product
+
+
 def test_an_equal_conversion_writes_nothing_and_another_replaces_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,10 +1,12 @@
 """`slipstream infer` against servers that fail. tests/server/test_lifecycle.py has a good server."""
 
 import http.server
+import io
 import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import grpc
 import pytest
@@ -291,3 +293,108 @@ def test_the_url_may_hold_the_port():
         address = f"127.0.0.1:{server.server_port}"
         result = run_cli(["infer", "-m", "x", "--prompt", "y", "-u", address])
     assert (result.exit_code, result.output) == (0, "yes\n")
+
+
+CHAT_CONFIG = {
+    **CONFIG,
+    "input": [
+        *CONFIG["input"],
+        {"name": "messages", "data_type": "TYPE_STRING", "dims": [1], "optional": True},
+    ],
+}
+YES = [{"role": "user", "content": "y"}]
+
+
+class Model(http.server.BaseHTTPRequestHandler):
+    """A server of the model `x`, which notes what it is sent."""
+
+    seen: ClassVar[list[Any]] = []
+    has_template = True
+
+    def do_GET(self):
+        listed = {"data": [{"id": "ensemble"}, {"id": "x"}]}
+        self.answer(200, listed if self.path == "/v1/models" else CHAT_CONFIG)
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.seen.append(body)
+        if "messages" in body and not self.has_template:
+            self.answer(400, {"error": "this model has no chat template; put one into its folder"})
+        else:
+            self.answer(200, {"text_output": "yes"}, b"data: %s\n\n")
+
+    def answer(self, status, document, form=b"%s"):
+        body = form % json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def model():
+    """The class of a running server, and the words that send a request to it."""
+    kind = type("Noting", (Model,), {"seen": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield kind, ["infer", "-u", f"127.0.0.1:{server.server_port}"]
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("words", "messages", "text"),
+    [
+        (["y"], YES, None),
+        (["--prompt", "y", "-m", "x"], YES, None),
+        (["y", "--system", "s"], [{"role": "system", "content": "s"}, *YES], None),
+        (["y", "--raw"], None, "y"),
+    ],
+)
+def test_a_prompt_is_a_message_unless_it_is_raw(model, words, messages, text):
+    kind, command = model
+    result = run_cli([*command, *words])
+    assert (result.exit_code, result.output) == (0, "yes\n")
+    (sent,) = kind.seen
+    assert (json.loads(sent.get("messages", "null")), sent.get("text_input")) == (messages, text)
+
+
+def test_a_model_without_a_chat_template_continues_the_text(model):
+    kind, command = model
+    kind.has_template = False
+    result = run_cli([*command, "y"])
+    assert (result.exit_code, result.output) == (0, "yes\n")
+    assert kind.seen[-1]["text_input"] == "y"
+    refused = run_cli([*command, "y", "--system", "s"])
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "no chat template" in refused.stderr
+
+
+def test_the_prompt_comes_from_a_pipe(model, monkeypatch):
+    kind, command = model
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
+    assert run_cli(command).output == "yes\n"
+    assert json.loads(kind.seen[0]["messages"])[0]["content"] == "from a pipe"
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "takes a text in 'text_input'" in run_cli(command).stderr
+
+
+def test_triton_sends_the_prompt_as_it_is(model):
+    kind, command = model
+    run_cli([*command, "-m", "x", "-i", "http", "--prompt", "y"], program="triton")
+    assert kind.seen[0]["text_input"] == "y"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["y", "--prompt", "z"], "PROMPT and --prompt exclude each other"),
+        (["y", "--raw", "--system", "s"], "--system needs a chat template: leave --raw out"),
+    ],
+)
+def test_contradicting_options_of_infer_are_refused(model, words, text):
+    result = run_cli([*model[1], *words])
+    assert (result.exit_code, model[0].seen) == (2, [])
+    assert text in result.stderr

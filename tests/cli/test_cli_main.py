@@ -6,7 +6,7 @@ import sys
 import pytest
 from command_line import run_cli
 
-from slipstream.cli.commands import COMMANDS, GROUPS
+from slipstream.cli.commands import ALIASES, COMMANDS, GROUPS, resolve_alias
 from slipstream.version import VERSION
 
 
@@ -83,7 +83,8 @@ def test_version():
             "there is no option --http-prot; did you mean --http-port?",
         ),
         (["infer", "--promt", "x"], "there is no option --promt; did you mean --prompt?"),
-        (["infer", "--prompt", "x"], "the following arguments are required: -m/--model"),
+        (["import"], "the following arguments are required: -m/--model"),
+        (["infer", "x", "-i", "grpc"], "-m is required with -i grpc: name the model"),
         (["start", "a", "b"], "unexpected argument 'b'"),
         (["start", "--http-port", "x"], "argument --http-port: invalid int value: 'x'"),
     ],
@@ -93,3 +94,30 @@ def test_a_usage_error_is_one_line_with_exit_code_2(words, text):
     assert result.exit_code == 2
     assert result.output == f"error: {text} (see slipstream {words[0]} --help)\n"
     assert run_cli(words, "triton").stderr.startswith(f"triton - ERROR - {text}")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("ls", "list"),
+        ("ls --repo x", "list --repo x"),
+        ("pull smollm2-135m --repo x", "import -m smollm2-135m --repo x"),
+        ("pull -m gpt2", "import -m gpt2"),
+        ("rm all", "remove all"),
+        ("rm", "remove"),
+        ("list x", "list x"),
+    ],
+)
+def test_aliases_stand_for_commands(typed, meant):
+    assert resolve_alias(typed.split()) == meant.split()
+
+
+def test_aliases_run_and_are_in_the_help(tmp_path):
+    assert (
+        run_cli(["ls", "--repo", tmp_path]).output == run_cli(["list", "--repo", tmp_path]).output
+    )
+    assert run_cli(["rm", "x", "--repo", tmp_path]).stderr.startswith("error: No model folder")
+    assert run_cli(["help", "rm"]).stdout == run_cli(["help", "remove"]).stdout
+    assert "did you mean 'pull'?" in run_cli(["pul"]).stderr
+    help_text = run_cli(["--help"]).stdout
+    assert all(f"Also: {alias}." in help_text for alias in ALIASES)

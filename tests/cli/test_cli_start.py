@@ -191,11 +191,8 @@ def test_without_a_repository_the_default_model_is_imported_first(home, served, 
         [
             "-P",
             "-m",
-            "slipstream.cli.main",
-            "import",
-            "-m",
+            "slipstream.cli.models.import_model",
             "smollm2-135m",
-            "--repo",
             str(home / "models"),
         ]
     ]

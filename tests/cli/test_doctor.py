@@ -22,6 +22,7 @@ from slipstream.cli.doctor import command as doctor
 from slipstream.cli.doctor import machine as doctor_machine
 from slipstream.cli.doctor import ports as doctor_ports
 from slipstream.cli.doctor.machine import TorchReport, gpus, processor, versions
+from slipstream.cli.doctor.ranks import ranks
 from slipstream.cli.doctor.report import HIDDEN, Finding, Report, Section, hide_in, hider
 from slipstream.engine_worker import cpu_probe
 from slipstream.engine_worker.cpu_probe import CpuChoice
@@ -383,3 +384,64 @@ def test_the_error_of_a_torch_that_does_not_load_is_reported(
         doctor_machine.ask_torch().failure
         == "OSError: libcudart.so.12: cannot open shared object file"
     )
+
+
+# -- ranks
+
+TWO_MACHINES = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+}
+
+
+def rank_findings(environment: dict[str, str], **found: object) -> dict[str, bool]:
+    """Return the findings about ranks, with whether each blocks."""
+    section = ranks(TorchReport(found), environment, Path("/"))
+    return {finding.what: finding.blocks for finding in section.findings}
+
+
+def test_a_machine_for_one_rank_has_no_findings_about_ranks(tmp_path: Path) -> None:
+    section = ranks(TorchReport({"gpus": []}), {}, tmp_path / "no shared memory")
+    assert section.findings == []
+    assert section.facts == {
+        "GPUs that reach each other": "no GPU",
+        "NCCL": "none",
+        "shared memory": f"0 MiB at {tmp_path / 'no shared memory'}",
+        "cluster key": "none",
+    }
+
+
+def test_gpus_that_do_not_reach_each_other_and_little_shared_memory_are_notes(
+    tmp_path: Path,
+) -> None:
+    found = {"gpus": [{}, {}, {}], "unreachable": [(0, 2)], "nccl": "2.28.9"}
+    section = ranks(TorchReport(found), {}, tmp_path / "shm")
+    assert section.facts["GPUs that reach each other"] == "all but 0 and 2"
+    assert section.facts["NCCL"] == "2.28.9"
+    assert [(finding.what, finding.blocks) for finding in section.findings] == [
+        ("GPU 0 and GPU 2 cannot read each other's memory: ranks are slower", False),
+        (f"{tmp_path / 'shm'} has 0 MiB, and NCCL may need 1 GiB for several ranks", False),
+    ]
+
+
+def test_a_cluster_key_that_is_missing_or_readable_by_others_is_found(tmp_path: Path) -> None:
+    assert rank_findings(TWO_MACHINES) == {"the cluster key is missing": True}
+    file = tmp_path / "key"
+    file.write_text("the key of all ranks")
+    file.chmod(0o644)
+    variable = {"SLIPSTREAM_CLUSTER_KEY_FILE": str(file)}
+    assert rank_findings(TWO_MACHINES | variable) == {"the cluster key cannot be used": True}
+    assert rank_findings(variable) == {"the cluster key cannot be used": False}
+    file.chmod(0o600)
+    assert rank_findings(TWO_MACHINES | variable) == {}
+
+
+def test_an_address_of_rank_0_that_does_not_resolve_is_found() -> None:
+    key = {"SLIPSTREAM_CLUSTER_KEY": "the key of all ranks"}
+    wrong = {"MASTER_ADDR": "no.such.host.invalid"}
+    (what,) = rank_findings(TWO_MACHINES | key | wrong)
+    assert what.startswith("the address of rank 0, no.such.host.invalid, does not resolve")
+    (what,) = rank_findings(wrong)
+    assert what.startswith("the address of rank 0, no.such.host.invalid, does not resolve")

@@ -287,25 +287,29 @@ def test_srun_starts_one_server(launch, slurm, repository, expected):
     wait_for(lambda: not processes_of(repository))
 
 
-TWO_NODES = ("srun", "-N2", "--ntasks-per-node=1")
+TWO_NODES = ("srun", "-N2", "--overcommit")
 
 
 @needs_slurm
 def test_two_nodes_without_a_cluster_key_are_an_error(launch, slurm, repository):
-    running = launch([*TWO_NODES, *server_command(repository)], slurm)
+    running = launch([*TWO_NODES, "--ntasks-per-node=1", *server_command(repository)], slurm)
     assert running.process.wait(60) == 1
     assert "ranks on several machines need a cluster key" in running.log()
 
 
 @needs_slurm
-def test_srun_serves_over_two_nodes(launch, slurm, repository, two_ranks):
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_srun_serves_over_two_nodes(launch, slurm, repository, two_ranks, tasks):
     """The nodes' names do not resolve: the address of the machine that started srun is taken."""
-    running = launch([*TWO_NODES, *server_command(repository)], slurm | CLUSTER_KEY)
+    command = [*TWO_NODES, f"--ntasks-per-node={tasks}", *server_command(repository)]
+    running = launch(command, slurm | CLUSTER_KEY)
     assert running.answer() == two_ranks
     assert running.log().count("Started HTTPService") == 1
-    assert "rank 0 of 2 from srun waits for the others at 127.0.0.1:2" in running.log()
-    assert "process 1 of 2 from srun runs ranks for rank 0" in running.log()
-    assert "on cpu with 2 ranks" in running.log()
+    ranks = 2 * tasks
+    assert f"rank 0 of {ranks} from srun waits for the others at 127.0.0.1:2" in running.log()
+    for rank in range(1, ranks):
+        assert f"process {rank} of {ranks} from srun runs ranks for rank 0" in running.log()
+    assert f"on cpu with {ranks} ranks" in running.log()
     running.end()
     wait_for(lambda: not processes_of(repository))
 

@@ -182,6 +182,9 @@ def test_leader_and_workers_run_the_same_command():
     (of_worker,) = worker["spec"]["containers"]
     for field in ("command", "args", "env", "image", "volumeMounts", "resources"):
         assert of_leader[field] == of_worker[field], field
+    # a worker answers this probe only, on the HTTP port
+    assert of_worker["livenessProbe"]["httpGet"] == {"path": "/v2/health/live", "port": "http"}
+    assert of_worker.keys().isdisjoint({"readinessProbe", "startupProbe"})
     size = manifest("LeaderWorkerSet", "slipstream-ranks")["spec"]["leaderWorkerTemplate"]["size"]
     gpus = int(of_leader["resources"]["limits"]["nvidia.com/gpu"])
     assert f"--ranks={size * gpus}" in of_leader["args"]

@@ -14,6 +14,7 @@ from manifests import manifest, pod_templates
 from pods import Pod, connect, reason_to_skip
 from real_server import limit_cache
 from tiny_engine import build_tiny_engine
+from tiny_server import wait_for
 
 from slipstream.repository.templates import write_repository
 
@@ -135,9 +136,9 @@ def test_the_import_job_ends_with_a_repository(start, models, tmp_path):
     changed = {"spec": template["spec"] | {"containers": [container]}}
     job = start(changed, claims={"models": volume}, arguments={model: "--model=tiny"})
     assert job.wait_exit(120) == 0, job.log()
-    assert (volume / "engines" / "tiny" / "rank0.engine").exists()
+    (engine,) = (volume / "engines").glob("*/rank0.engine")
     config = (volume / "repository" / "tensorrt_llm" / "config.pbtxt").read_text()
-    assert "/models/engines/tiny" in config
+    assert f"/models/engines/{engine.parent.name}" in config
 
 
 def test_a_leader_and_its_worker_run_the_same_command(start, models):
@@ -167,6 +168,9 @@ def test_a_leader_and_its_worker_run_the_same_command(start, models):
     check_confinement(worker)
     assert len(leader.ask(8000, GENERATE, BODY, KEY)["text_output"].split()) == 8
     assert "on cpu with 2 ranks" in leader.log()
+    wait_for(lambda: worker.probe("livenessProbe"))
+    # each pod has one of the two ranks
+    assert [len(pod.engine_processes()) for pod in pods] == [1, 1]
     for pod in pods:
         pod.terminate()
     assert [pod.wait_terminated() for pod in pods] == [0, 0]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from free_ports import free_ports
+from free_ports import free_range
 from manifests import DEPLOY
 from real_server import limit_cache
 from test_launchers import CPU, SmallSlurm
@@ -137,12 +137,14 @@ def test_two_nodes_start_one_server(environment, repository, tmp_path):
     job = Job("two_nodes.sub", tmp_path, settings)
     (port,) = job.wait_served()
     assert len(ask(port).split()) == 8
-    assert "on cpu with 2 ranks" in job.logs()[f"slipstream_{job.number}_0.out"]
+    first, second = (job.logs()[f"slipstream_{job.number}_{task}.out"] for task in (0, 1))
+    assert "on cpu with 2 ranks" in first
+    assert "Started" not in second
     job.cancel()
 
 
 def test_replicas_are_listed_for_nginx_while_they_run(environment, repository, tmp_path):
-    (first,) = free_ports(1)  # and the five after it
+    first = free_range(6)
     settings = environment | {"MODEL_REPOSITORY": str(repository), "FIRST_PORT": str(first)}
     job = Job("replicas.sub", tmp_path, settings, "--array=0-1")
     ports = job.wait_served(2)

@@ -11,7 +11,6 @@ from run_engine import engine, greedy_choices, run_all
 from tiny_adapters import ALL_MODULES, save_adapter
 from tiny_models import VOCABULARY, config_of, random_model
 
-from slipstream.engine.adapters import store as adapter_store
 from slipstream.engine.adapters.cache import AdapterCache, AdapterSource
 from slipstream.engine.plan import StepFailed
 from slipstream.engine.request import GenerateRequest
@@ -528,7 +527,7 @@ def test_without_memory_for_pages_only_requests_with_adapters_fail(models, monke
     place, _ = models
     loop, prompt = engine(place / "engine"), prompts(3)[2]
     with monkeypatch.context() as short:
-        short.setattr(adapter_store, "AdapterPages", no_room)
+        short.setattr("slipstream.kernels.adapters.AdapterPages", no_room)
         answers = run_all(loop, [request(place, 0, "mlp", prompt), request(place, 1, "", prompt)])
     assert "too little memory left for adapters" in answers.errors.pop(0)
     assert not answers.errors

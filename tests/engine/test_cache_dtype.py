@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slipstream.engine import start
+from slipstream.engine.with_torch import start
 from slipstream.kernels import packed_cache
 from slipstream.model.spec import ModelSpec
 from slipstream.model.transformer import Transformer
@@ -32,14 +32,13 @@ def test_cache_dtype_by_device_dtype_and_settings(
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert (
-        start._cache_dtype(replace(SPEC, **changed), dtype, torch.device(device), block, fp8)
-        == kept
+        start.cache_dtype(replace(SPEC, **changed), dtype, torch.device(device), block, fp8) == kept
     )
 
 
 def test_fp8_cache_falls_back_to_12_bits_before_ada(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert start._cache_dtype(SPEC, HALF, torch.device("cuda"), 32, True) == PACKED
+    assert start.cache_dtype(SPEC, HALF, torch.device("cuda"), 32, True) == PACKED
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from tiny_models import config_of, engine_tensors, random_model
 
 from slipstream.engine.cpu.runner import CpuRunner
 from slipstream.engine.request import GenerateRequest
-from slipstream.engine.runner import Runner
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
+from slipstream.engine.with_torch.runner import Runner
 from slipstream.weights.build import build_engine
 
 PROMPTS = [[5, 6, 7], list(range(60)), [9] * 40, [1, 2] * 10, [33]]

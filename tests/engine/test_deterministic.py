@@ -104,11 +104,11 @@ def test_quantised_weights_are_deterministic_too(tmp_path, precision):
 def sample_first_row(logits: torch.Tensor, seed: int) -> int:
     """Return the token that the first row draws, with the other rows beside it."""
     rows = range(len(logits))
-    state = Rows(2, 64, 4, torch.device("cpu"))
+    state = Rows(2, 64, 4)
     for row in rows:
         sampling = SamplingParams(temperature=1.0, top_p=0.5, seed=seed)
         state._start(RowStart(row, [], 4, [], sampling))
-    drawn = sampler.sample(logits.clone(), list(rows), [9] * len(logits), state, True)
+    drawn = sampler.sample(logits.clone().numpy(), list(rows), [9] * len(logits), state)
     return int(drawn.tokens[0])
 
 

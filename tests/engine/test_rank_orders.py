@@ -15,7 +15,7 @@ from slipstream.engine.ranks.leading import LeadingRunner, RankFailed
 from slipstream.engine.ranks.orders import AdapterGone, AdapterHere, Leave, Order, RowDigests
 from slipstream.engine.rows import Rows
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.kernels.adapters import DOWN_PROJ, O_PROJ, QKV, UP_PROJ, Matrices
+from slipstream.kernels.adapter_layout import DOWN_PROJ, O_PROJ, QKV, UP_PROJ, Matrices
 from slipstream.model.spec import ModelSpec
 
 SPEC = ModelSpec("LlamaForCausalLM", 96, 64, 2, 8, 2, 8, 32, 128)
@@ -29,7 +29,7 @@ class Recorded:
         self.answers: list[RowDigests] = []
         self.block_tokens = 16
         self.cache = torch.empty(0)
-        self.rows = Rows(4, 32, 2, torch.device("cpu"))
+        self.rows = Rows(4, 32, 2)
         self.adapters = None
         self.host = None
         self.failure: Exception | None = None

@@ -194,7 +194,7 @@ def test_no_repeat_ngram_bans_the_tokens_that_transformers_bans(folder, size):
     for length in range(1, 30):
         tokens = torch.randint(0, 4, (length,), generator=generator)
         banned = torch.zeros(1, 4)
-        last, seen = repeats(tokens, size)
+        last, seen = repeats(tokens.numpy(), size)
         banned[0, last[seen]] = -math.inf
         assert torch.equal(
             banned, NoRepeatNGramLogitsProcessor(size)(tokens[None], torch.zeros(1, 4))
@@ -209,26 +209,16 @@ def decayed(first: float, decay: float, least: float, reset: int, answer: list[i
     return value
 
 
-def test_top_p_decays_and_resets(folder):
-    from slipstream.engine.plan import RowStart, StepPlan
-    from slipstream.engine.rows import Rows
-    from slipstream.engine.sampler import _top_p
+def test_top_p_decays_and_resets():
+    from slipstream.engine.sampler import decayed_top_p
 
-    rows = Rows(4, 64, 4, torch.device("cpu"))
-    cases = [(0.9, 0.5, 0.2, 7), (0.1, 0.9, 0.3, -1), (1.0, 0.8, 1e-6, 3), (0.8, 1.0, 0.5, 7)]
-    answers = [[1, 2, 7, 4], [5, 5, 5], [3], [7, 1]]
-    for row, ((first, decay, least, reset), answer) in enumerate(zip(cases, answers, strict=True)):
-        sampling = SamplingParams(
-            top_p=first, top_p_decay=decay, top_p_min=least, top_p_reset_id=reset
-        )
-        prompt = [7, 3, 7][: row + 1]  # a reset token in the prompt has no effect
-        plan = StepPlan(step=1, starts=[RowStart(row, prompt + answer, len(prompt), [], sampling)])
-        rows.apply(plan)
-    lengths = [min(row + 1, 3) + len(answers[row]) for row in range(4)]
-    found = _top_p([0, 1, 2, 3], lengths, rows.sampling[:4], rows)
-    expected = [decayed(*case, answer) for case, answer in zip(cases, answers, strict=True)]
-    assert found.flatten().tolist() == pytest.approx(expected)
-    assert _top_p([3], lengths[3:], rows.sampling[3:4], rows) is None
+    cases = [(0.9, 0.5, 0.2, 7), (0.1, 0.9, 0.3, -1), (1.0, 0.8, 1e-6, 3), (0.8, 0.9, 0.5, 7)]
+    answers = [[1, 2, 7, 4], [5, 5, 5], [3], [7, 1], []]
+    for first, decay, least, reset in cases:
+        p = SamplingParams(top_p=first, top_p_decay=decay, top_p_min=least, top_p_reset_id=reset)
+        for answer in answers:
+            expected = decayed(first, decay, least, reset, answer)
+            assert decayed_top_p(p, np.array(answer)) == pytest.approx(expected)
 
 
 def test_a_top_p_near_zero_gives_the_likeliest_token(folder):

@@ -5,9 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from slipstream.engine import start
+from slipstream.engine import sizes as engine_sizes
 from slipstream.engine.memory.host import HostMemory
 from slipstream.engine.settings import EngineSettings
+from slipstream.engine.with_torch import start
 from slipstream.kernels.ranks import ALONE
 from slipstream.model.spec import ModelSpec
 
@@ -29,8 +30,8 @@ class Model:
 
 
 def divide(model: Model, longest: int, settings: dict, most_rows: int | None = None):
-    sizes = start.EngineSizes(model.device, torch.bfloat16, longest, step_tokens=8192)
-    return start._divide_memory(model, EngineSettings(**settings), sizes, most_rows, ALONE)
+    sizes = engine_sizes.EngineSizes(str(model.device), "bfloat16", longest, step_tokens=8192)
+    return start.divide_memory(model, EngineSettings(**settings), sizes, most_rows, ALONE)
 
 
 def shared_out(
@@ -80,7 +81,7 @@ def test_rows_of_a_cpu_come_from_the_available_memory(monkeypatch):
     assert divide(Model("cpu"), 64, {}).rows == 256
     assert divide(Model("cpu"), 64, {}, most_rows=12).rows == 12
     monkeypatch.setattr(
-        start, "read_host_memory", lambda: HostMemory(2**40, 8 * 100 * of_rows(1) + 1)
+        engine_sizes, "read_host_memory", lambda: HostMemory(2**40, 8 * 100 * of_rows(1) + 1)
     )
     assert divide(Model("cpu"), 64, {}).rows == 100
 
@@ -114,9 +115,9 @@ def test_replicas_on_one_gpu_have_a_part_of_it_each(monkeypatch):
 
     def blocks_of(free, **settings):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
-        sizes = start.EngineSizes(torch.device("cuda"), torch.bfloat16, 64, 8192, sharing=2)
+        sizes = engine_sizes.EngineSizes("cuda", "bfloat16", 64, 8192, sharing=2)
         chosen = EngineSettings(max_rows=64, replicas=2, **settings)
-        return start._divide_memory(Model("cuda"), chosen, sizes, None, ALONE).blocks
+        return start.divide_memory(Model("cuda"), chosen, sizes, None, ALONE).blocks
 
     # the same whether the other replica has taken its part before or will
     assert blocks_of(total - weights, cache_memory_fraction=1.0) == 100
@@ -127,7 +128,7 @@ def test_replicas_on_one_gpu_have_a_part_of_it_each(monkeypatch):
 
 
 def test_a_cache_larger_than_the_available_memory_is_an_error(monkeypatch):
-    monkeypatch.setattr(start, "read_host_memory", lambda: HostMemory(2**40, 100 * BLOCK))
+    monkeypatch.setattr(engine_sizes, "read_host_memory", lambda: HostMemory(2**40, 100 * BLOCK))
     assert on_cpu(64, cache_tokens=3200) == 100
     with pytest.raises(
         ValueError, match="which 3200 would fill: lower --kv-cache-memory-bytes or max_tokens_in_"
@@ -136,7 +137,7 @@ def test_a_cache_larger_than_the_available_memory_is_an_error(monkeypatch):
 
 
 def test_on_a_cpu_the_cache_takes_512_mib_and_one_sequence_at_least(monkeypatch):
-    monkeypatch.setattr(start, "read_host_memory", lambda: HostMemory(2**40, 2**40))
+    monkeypatch.setattr(engine_sizes, "read_host_memory", lambda: HostMemory(2**40, 2**40))
     assert on_cpu(64) == 2**29 // BLOCK
     assert on_cpu(2**22) == 2**22 // 32
 
@@ -144,9 +145,9 @@ def test_on_a_cpu_the_cache_takes_512_mib_and_one_sequence_at_least(monkeypatch)
 def test_an_amd_gpu_is_refused_and_ignored_by_auto(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert start._device(EngineSettings(device="auto")).type == "cpu"
+    assert start.find_device(EngineSettings(device="auto")) == "cpu"
     with pytest.raises(ValueError, match="device: this torch is for AMD's GPUs"):
-        start._device(EngineSettings(device="cuda"))
+        start.find_device(EngineSettings(device="cuda"))
 
 
 def test_compressed_weights_take_up_to_a_sixth_of_the_budget(monkeypatch):
@@ -175,16 +176,16 @@ def test_no_compressed_weights_when_the_cache_size_is_given(monkeypatch):
 
 def test_a_replica_takes_its_own_gpu(monkeypatch):
     chosen = []
-    monkeypatch.setattr(start, "_device", lambda settings: torch.device("cuda"))
+    monkeypatch.setattr(start, "find_device", lambda settings: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    place = partial(start._place, ranks=ALONE)
-    assert place(EngineSettings()) == (torch.device("cuda"), 1)
-    assert place(EngineSettings(replicas=2, replica=1)) == (torch.device("cuda:1"), 1)
-    assert place(EngineSettings(replicas=2, devices=(1, 1))) == (torch.device("cuda:1"), 2)
-    assert place(EngineSettings(devices=(0,))) == (torch.device("cuda:0"), 1)
+    place = partial(start.place, ranks=ALONE)
+    assert place(EngineSettings()) == ("cuda", 1)
+    assert place(EngineSettings(replicas=2, replica=1)) == ("cuda:1", 1)
+    assert place(EngineSettings(replicas=2, devices=(1, 1))) == ("cuda:1", 2)
+    assert place(EngineSettings(devices=(0,))) == ("cuda:0", 1)
     assert chosen == [1, 1, 0]
 
 
 def test_replicas_on_a_cpu_share_it():
-    assert start._place(EngineSettings(device="cpu", replicas=3), ALONE) == (torch.device("cpu"), 3)
+    assert start.place(EngineSettings(device="cpu", replicas=3), ALONE) == ("cpu", 3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.engine.transfer import list_to_device
+from slipstream.engine.with_torch.transfer import list_to_device
 
 
 @pytest.mark.parametrize("values", [[3, 0, 2**32 - 1], [0.1, 1, 2.5], [True, False]], ids=str)

@@ -12,16 +12,18 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels below are defined
 
-from slipstream.kernels.adapters import (  # noqa: E402
+from slipstream.kernels.adapter_layout import (  # noqa: E402
     DOWN_PROJ,
     O_PROJ,
     QKV,
     UP_PROJ,
-    AdapterPages,
-    CpuStepAdapters,
     LinearShape,
     Matrices,
     PageLayout,
+)
+from slipstream.kernels.adapters import (  # noqa: E402
+    AdapterPages,
+    CpuStepAdapters,
     pack_adapter,
 )
 
@@ -78,15 +80,15 @@ MIXES = {
 
 
 def stored(device: torch.device) -> AdapterPages:
-    pages = AdapterPages(LAYOUT, PAGES, 2, torch.float32, device)
+    pages = AdapterPages(LAYOUT, PAGES, 2, "float32", str(device))
     everything = [
         (linear, part) for linear in range(4) for part in range(len(SHAPES[linear].outputs))
     ]
     for numbers in ADAPTERS:  # what was there before must leave no trace
         before = some_adapter(9, dict.fromkeys(everything, len(numbers) * RANK))
-        pages.write(numbers, pack_adapter(LAYOUT, before, torch.float32, device))
+        pages.write(numbers, pack_adapter(LAYOUT, before, "float32", str(device)))
     for numbers, adapter in ADAPTERS.items():
-        pages.write(numbers, pack_adapter(LAYOUT, adapter, torch.float32, device))
+        pages.write(numbers, pack_adapter(LAYOUT, adapter, "float32", str(device)))
     return pages
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from slipstream.engine.cache.window import Window
 from slipstream.kernels import attention
-from slipstream.kernels.attention import cache_shape, plan_attention
-from slipstream.kernels.attention_rule import AttentionRule, Slopes
+from slipstream.kernels.attention import plan_attention
+from slipstream.kernels.attention_rule import AttentionRule, Slopes, cache_shape
 
 BLOCK = 4
 

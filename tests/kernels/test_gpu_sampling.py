@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from attention_steps import DEVICE, GPU
+from sampling_sets import SETS
 
-from slipstream.engine import sampler
+from slipstream.engine.gpu import sampler
+from slipstream.engine.gpu.device_arrays import DeviceArrays
 from slipstream.engine.gpu.sampling_rows import SamplingRows, is_external
 from slipstream.engine.plan import RowStart
 from slipstream.engine.rows import Rows
@@ -20,61 +22,10 @@ ROWS = 8
 PROMPT = 5
 LENGTH = 9
 
-SETS = {
-    "greedy": {},
-    "temperature": {"temperature": 1.0},
-    "cold": {"temperature": 0.01},
-    "top-k": {"temperature": 0.8, "top_k": 50},
-    "top-k of two": {"temperature": 1.5, "top_k": 2},
-    "large top-k": {"temperature": 1.5, "top_k": 900},
-    "top-k of all": {"temperature": 1.5, "top_k": 5000},
-    "top-p": {"temperature": 0.7, "top_p": 0.9},
-    "small top-p": {"temperature": 1.0, "top_p": 0.05},
-    "top-p of 0": {"temperature": 1.0, "top_p": 0.0},
-    "top-k and top-p": {"temperature": 1.0, "top_k": 40, "top_p": 0.5},
-    "min-p": {"temperature": 1.2, "min_p": 0.2},
-    "top-p and min-p": {"temperature": 1.2, "top_p": 0.8, "min_p": 0.1},
-    "top-k, top-p and min-p": {"temperature": 1.2, "top_k": 30, "top_p": 0.8, "min_p": 0.1},
-    "typical": {"temperature": 1.0, "typical_p": 0.4},
-    "typical and top-k": {"temperature": 1.0, "typical_p": 0.4, "top_k": 100},
-    "repetition": {"repetition_penalty": 1.7},
-    "penalties": {
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.4,
-        "frequency_penalty": 0.3,
-    },
-    "bias": {"logit_bias": ((7, 3.0), (11, -100.0), (7, 5.0), (2999, 2.0))},
-    "minimum length": {"min_tokens": 6, "end_ids": (3, 5, 8)},
-    "minimum length reached": {"min_tokens": 4, "end_ids": (3, 5, 8)},
-    "n-grams": {"no_repeat_ngram": 2},
-    "n-grams of one": {"no_repeat_ngram": 1},
-    "allowed": {"temperature": 1.0, "allowed_tokens": (1, 40, 2000, 2999)},
-    "log-probs": {"log_probs": True},
-    "log-probs of a draw": {"log_probs": True, "temperature": 0.7, "top_p": 0.9},
-    "likeliest tokens": {"log_probs": True, "top_log_probs": 5},
-    "likeliest tokens of a draw": {
-        "log_probs": True,
-        "top_log_probs": 32,
-        "temperature": 0.9,
-        "top_k": 10,
-    },
-    "log-probs and mask": {"log_probs": True, "allowed_tokens": (1, 40, 2000)},
-    "log-probs and penalties": {
-        "log_probs": True,
-        "temperature": 1.0,
-        "repetition_penalty": 1.9,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.25,
-        "logit_bias": ((1, 4.0), (2, 4.0), (9, 4.0)),
-    },
-}
-
 
 def prepared(parameters: list[SamplingParams]) -> tuple[Rows, SamplingRows]:
     """Return rows that know LENGTH tokens each, and their tables."""
-    state = Rows(ROWS, 64, 4, torch.device(DEVICE))
+    state = Rows(ROWS, 64, 4, DeviceArrays(torch.device(DEVICE)))
     generator = torch.Generator().manual_seed(3)
     # Few tokens, so that they repeat; with the pair that ends each row in its middle.
     tokens = torch.randint(0, 12, (ROWS, LENGTH), generator=generator)
@@ -147,7 +98,7 @@ def state_on_cpu(state: Rows) -> Rows:
     """Return the rows with their tensors on the CPU, where the torch sampler runs."""
     if not GPU:
         return state
-    moved = Rows(ROWS, 64, 4, torch.device("cpu"))
+    moved = Rows(ROWS, 64, 4, DeviceArrays(torch.device("cpu")))
     moved.tokens[:] = state.tokens.cpu()
     for row, p in enumerate(state.sampling):
         moved._start(RowStart(row, [], PROMPT, [], p))

@@ -10,6 +10,7 @@ import torch
 from attention_steps import DEVICE, tables_of
 from test_packed_cache import BLOCK, DTYPE, RULES, TOLERANCE, new_cache, pack, read
 
+from slipstream.engine.gpu.device_arrays import DeviceArrays
 from slipstream.engine.gpu.runner import GpuRunner
 from slipstream.engine.rows import Rows
 from slipstream.kernels.gpu import unpacked_kv
@@ -61,7 +62,7 @@ def test_step_is_the_same_with_kv_unpacked_in_advance(monkeypatch, rule):
         cache[None],
     )
     runner.graphs, runner.adapters, runner._row_pages = SimpleNamespace(logits=None), None, None
-    runner.rows = Rows(7, 200, 7, DEVICE)
+    runner.rows = Rows(7, 200, 7, DeviceArrays(DEVICE))
     runner.rows.tables[torch.from_numpy(rows).to(DEVICE), : tables.shape[1]] = torch.from_numpy(
         tables
     ).to(DEVICE)

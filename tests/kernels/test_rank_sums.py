@@ -17,7 +17,7 @@ import sys
 import torch
 import torch.distributed as dist
 from slipstream.kernels.normalisation import Norm, add_norm
-from slipstream.kernels.ranks import RanksDiffer, TorchRanks
+from slipstream.kernels.torch_ranks import RanksDiffer, TorchRanks
 
 rank, size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)

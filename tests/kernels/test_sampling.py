@@ -12,10 +12,87 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from slipstream.engine.sampler import Likeliest
-from slipstream.kernels import sampling
+from slipstream.engine.gpu.sampler import Likeliest
+from slipstream.kernels import sampling as in_numpy
+from slipstream.kernels.gpu.sampling import in_torch
 
 VOCAB = 300
+
+
+class RowByRow:
+    """The draws of a CPU, called as those of torch are."""
+
+    @staticmethod
+    def draw_from_all(logits, temperature, min_p, keys, typical_p=None):
+        rows = len(logits)
+        least = torch.zeros(rows, 1) if min_p is None else min_p
+        typical = torch.ones(rows, 1) if typical_p is None else typical_p
+        parameters = torch.cat([temperature, least, typical], dim=1).tolist()
+        return torch.tensor(
+            [
+                in_numpy.draw_from_all(line, warmth, minimum, key, mass)
+                for line, (warmth, minimum, mass), [key] in zip(
+                    logits.numpy(), parameters, keys.tolist(), strict=True
+                )
+            ]
+        )
+
+    @staticmethod
+    def draw_narrowed(logits, temperature, top_k, top_p, min_p, keys, widest, typical_p=None):
+        typical = torch.ones(len(logits), 1) if typical_p is None else typical_p
+        parameters = torch.cat([temperature, top_p, min_p, typical], dim=1).tolist()
+        return torch.tensor(
+            [
+                in_numpy.draw_narrowed(line, warmth, count, mass, minimum, key, typical_mass)
+                for line, (warmth, mass, minimum, typical_mass), [count], [key] in zip(
+                    logits.numpy(), parameters, top_k.tolist(), keys.tolist(), strict=True
+                )
+            ]
+        )
+
+    @staticmethod
+    def keep_typical(scaled, typical_p):
+        return torch.tensor(
+            [
+                in_numpy.keep_typical(line, mass).tolist() if mass < 1 else [True] * len(line)
+                for line, [mass] in zip(scaled.numpy(), typical_p.tolist(), strict=True)
+            ]
+        )
+
+    @staticmethod
+    def gumbel(tokens, keys):
+        return torch.stack(
+            [torch.from_numpy(in_numpy.gumbel(tokens.numpy(), key)) for [key] in keys.tolist()]
+        )
+
+
+sampling = in_torch
+
+
+@pytest.fixture(autouse=True, params=[RowByRow, in_torch], ids=["numpy", "torch"])
+def implementation(request, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.sampling", request.param)
+
+
+def test_both_implementations_draw_the_same_tokens():
+    generator = torch.Generator().manual_seed(11)
+    rows = 600
+    logits = torch.randn(rows, 5000, generator=generator) * 2.5
+    logits[::7, :300] = logits[::7, :1]  # equal logits
+    chosen = torch.rand(rows, 4, generator=generator)
+    temperature = 0.3 + 1.5 * chosen[:, :1]
+    top_k = (chosen[:, 1:2] * 80).long()
+    top_p = (0.2 + chosen[:, 2:3]).clamp(max=1.0)
+    min_p = (chosen[:, 3:] - 0.5).clamp(min=0.0) * 0.2
+    noise = keys(range(rows))
+    for typical_p in (None, torch.full((rows, 1), 0.7)):
+        arguments = (temperature, top_k, top_p, min_p, noise, 0, typical_p)
+        expected = in_torch.draw_narrowed(logits, *arguments)
+        assert RowByRow.draw_narrowed(logits, *arguments).tolist() == expected.tolist()
+        expected = in_torch.draw_from_all(logits, temperature, min_p, noise, typical_p)
+        found = RowByRow.draw_from_all(logits, temperature, min_p, noise, typical_p)
+        assert found.tolist() == expected.tolist()
+        assert len(set(expected.tolist())) > 300
 
 
 def columns(rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -50,7 +127,7 @@ def draw(logits, temperature, top_k, top_p, min_p, keys):
 
 
 def keys(seeds, position=5):
-    return torch.tensor([sampling.noise_key(seed, position) for seed in seeds])[:, None]
+    return torch.tensor([in_numpy.noise_key(seed, position) for seed in seeds])[:, None]
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float, int]:
@@ -74,7 +151,7 @@ def test_draws_follow_the_softmax():
 def test_consecutive_positions_of_one_seed_are_independent():
     draws = 20000
     uniform = torch.zeros(1, 16)
-    position_keys = torch.tensor([sampling.noise_key(123, p) for p in range(draws)])[:, None]
+    position_keys = torch.tensor([in_numpy.noise_key(123, p) for p in range(draws)])[:, None]
     tokens = draw(uniform.expand(draws, -1), *columns(draws), position_keys)
     pairs = torch.bincount(tokens[:-1] * 16 + tokens[1:], minlength=256).double()
     statistic, freedom = chi_square(pairs, torch.full((256,), 1 / 256, dtype=torch.double))
@@ -211,7 +288,7 @@ def test_other_rows_do_not_change_which_of_equal_logits_are_kept(top_k, top_p):
 def test_noise_is_finite_for_every_token_of_a_large_vocabulary():
     """One hash in 2**24 used to give infinite noise, so that a token was drawn at random."""
     tokens = torch.arange(50_000)
-    keys = torch.tensor([[sampling.noise_key(7, position)] for position in range(40)])
+    keys = torch.tensor([[in_numpy.noise_key(7, position)] for position in range(40)])
     for some in keys.split(10):
         assert sampling.gumbel(tokens, some).isfinite().all()
     # the key whose hash of token 0 has all bits set

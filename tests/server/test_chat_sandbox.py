@@ -23,6 +23,13 @@ def grow(start: str, step: str) -> str:
 
 
 OVERSIZED = {
+    "one long split": "{{ ('a ' * 1999999).split() | length }}",
+    "one long split at a text": "{{ ('a ' * 1999999).split('a') | length }}",
+    "many splits": "{% set ns = namespace(x=[]) %}{% for i in range(1000) %}"
+    "{% set ns.x = ns.x + [('ab ' * 66000).split()] %}{% endfor %}",
+    "many slices": "{% set ns = namespace(x=[]) %}{% set text = 'a' * 3999999 %}"
+    "{% for i in range(1000) %}{% set ns.x = ns.x + [text[i:]] %}{% endfor %}",
+    "long search": "{{ ('a' * 3999999).count('a' * 100) }}",
     "nested loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
     "output": "{% for a in range(90000) %}" + "x" * 200 + "{% endfor %}",
     "captured output": "{% set z %}{% for a in range(90000) %}"

@@ -80,7 +80,10 @@ def test_the_key_comes_from_the_flag_then_the_file_of_the_variable_then_the_vari
     assert read_cluster_key("", environment).text == TEXT
     environment["SLIPSTREAM_CLUSTER_KEY_FILE"] = str(files["variable"])
     assert read_cluster_key("", environment).text == "the key of the variable"
-    assert read_cluster_key(str(files["flag"]), environment).text == "the key of the flag"
+    key = read_cluster_key(str(files["flag"]), environment)
+    assert key.text == "the key of the flag"
+    # processes that get it as variables do not read the file of another one
+    assert read_cluster_key("", environment | key.variables) == key
 
 
 def test_a_key_that_is_missing_short_or_readable_by_others_is_refused(tmp_path):

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from slipstream.engine.memory.cores import usable_cores
 from slipstream.server.engine_link.visible_gpus import runs_on_gpu, visible_gpus
-from slipstream.server.frontends.count import choose_count, usable_cores
+from slipstream.server.frontends.count import choose_count
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,7 @@ def test_visible_gpus_are_counted_without_torch(tmp_path, monkeypatch):
 def test_the_choice_does_not_load_torch():
     program = (
         "import sys; from slipstream.server.frontends.count import *; "
+        "from slipstream.engine.memory.cores import usable_cores; "
         "from slipstream.server.engine_link.visible_gpus import *; visible_gpus('auto'); "
         "choose_count(runs_on_gpu('auto'), usable_cores()); print('torch' in sys.modules)"
     )

@@ -31,6 +31,10 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launched("MPI", 1, 2, 2)),
         # a batch script without srun
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Launched("srun", 0, 1, 1)),
+        (
+            {**SLURM, "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"},
+            Launched("srun", 3, 16, 8, 1, "n[1-2]", "7"),
+        ),
         ({"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2"}, Launched("LeaderWorkerSet", 1, 2, 1)),
         ({"SLIPSTREAM_WORLD_SIZE": "4"}, Launched("slipstream launch", 0, 4, 4)),
         ({"SLIPSTREAM_WORLD_SIZE": "many"}, Launched()),

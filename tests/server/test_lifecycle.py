@@ -28,8 +28,9 @@ from tiny_server import (
 def serve(tmp_path):
     servers = []
 
-    def start(*options, engine="fine"):
-        server = TinyServer(make_repository(tmp_path, engine), tmp_path / "tmp", *options)
+    def start(*options, engine="fine", **settings):
+        repository = make_repository(tmp_path / engine, engine)
+        server = TinyServer(repository, tmp_path / "tmp", *options, **settings)
         servers.append(server)
         return server
 
@@ -160,6 +161,17 @@ def test_streams_that_exceed_the_exit_timeout_are_cancelled(serve):
     assert server.wait_exit() == 0
 
 
+def test_connections_that_never_end_do_not_outlast_the_exit_timeout(serve):
+    server = serve("--exit-timeout-secs", "0.5", close_seconds=3600).wait_started()
+    with socket.create_connection(("127.0.0.1", server.ports["HTTPService"])) as half:
+        head = f"POST /v2/models/{MODEL}/generate HTTP/1.1\r\nHost: h\r\nContent-Length: 90\r\n\r\n"
+        half.sendall(head.encode() + b"{")
+        assert ready(server) == 200  # the request has arrived
+        os.kill(server.engine_process(), signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0  # it waits for 30 s
+
+
 def test_a_second_signal_ends_the_server_at_once(serve):
     server = serve().wait_started()
     engine = server.engine_process()
@@ -182,6 +194,19 @@ def test_killing_the_server_ends_the_engine(serve):
     wait_for(lambda: not is_running(engine))
     # the file of the socket is removed once both ends are connected
     assert server.remaining_files() == []
+
+
+def test_files_of_a_server_killed_while_loading_are_removed_by_the_next_one(serve, tmp_path):
+    loading = serve(engine="slow")
+    wait_for(loading.engine_process)
+    other = serve(engine="fine-too").wait_started()  # removes nothing of a server that runs
+    assert loading.remaining_files() != []
+    loading.process.kill()
+    loading.wait_exit()
+    assert loading.remaining_files() != []
+    other.close()
+    serve(engine="fine").wait_started()
+    assert loading.remaining_files() == []
 
 
 def test_a_killed_engine_fails_its_streams_with_the_reason_and_is_restarted(serve):

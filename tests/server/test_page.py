@@ -310,14 +310,7 @@ def test_conversations_branch_and_survive_export(modules: Path) -> None:
     found = node(
         modules,
         """import * as tree from "./conversation.js";
-        import { Store } from "./store.js";
-        class Memory extends Map {
-          getItem(key) { return this.has(key) ? this.get(key) : null; }
-          setItem(key, value) { this.set(key, value); }
-          removeItem(key) { this.delete(key); }
-          get length() { return this.size; }
-          key(at) { return [...this.keys()][at]; }
-        }
+        import { MemoryStorage, Store } from "./store.js";
         const talk = tree.createConversation();
         const one = tree.addMessage(talk, null, { role: "user", content: "What is a *tree*?" });
         const first = tree.addMessage(talk, one.id, { role: "assistant", content: "A plant." });
@@ -329,10 +322,10 @@ def test_conversations_branch_and_survive_export(modules: Path) -> None:
         const other = texts();
         tree.showBranch(talk, second.id);
         const copy = tree.fork(talk, second.id);
-        const store = new Store(new Memory());
+        const store = new Store(new MemoryStorage());
         store.save(talk);
         const file = store.exportText();
-        const elsewhere = new Store(new Memory());
+        const elsewhere = new Store(new MemoryStorage());
         const count = elsewhere.importText(file) + elsewhere.importText(file);
         const problems = ["x", "{}", '{"format": "slipstream-conversations", "conversations": [{"messages": [{"role": "system"}]}]}',
           JSON.stringify({ format: "slipstream-conversations", conversations: [{ leaf: "a", messages: [
@@ -358,6 +351,21 @@ def test_conversations_branch_and_survive_export(modules: Path) -> None:
         "a message needs a role, user or assistant, and a text",
         "the messages of a conversation form a circle",
     ]
+
+
+@needs_node
+def test_a_browser_without_storage_keeps_nothing_and_works(modules: Path) -> None:
+    found = node(
+        modules,
+        """import { Store, openStorage } from "./store.js";
+        Object.defineProperty(globalThis, "localStorage", { configurable: true, get() { throw new Error("not allowed"); } });
+        const store = new Store(openStorage());
+        const full = new Store({ getItem: () => "{", setItem() { throw new Error("full"); } });
+        console.log(JSON.stringify([store.set("a", 1), store.get("a", 0), store.set("a", null), store.get("a", 0),
+          full.set("a", 1), full.get("a", 2)]));
+        """,
+    )
+    assert found == [True, 1, True, 0, False, 2]
 
 
 @needs_node

@@ -398,6 +398,23 @@ def test_every_view_is_accessible_and_fits(
         assert browser.overflow() == 0
 
 
+def test_on_a_phone_the_panels_open_above_the_page(browser: Browser, server: PageServer) -> None:
+    open_page(browser, server.url, width=390, height=844)
+    ask(browser, server, "Think")
+    for panel in ("list", "settings"):
+        assert not browser.all(f"#{panel}")[0].is_displayed()
+        button = browser.one(f"#show-{panel}")
+        button.click()
+        assert browser.one(f"#{panel}").is_displayed()
+        assert button.get_attribute("aria-expanded") == "true"
+        browser.run("return document.activeElement").send_keys(Keys.ESCAPE)
+        assert not browser.all(f"#{panel}")[0].is_displayed()
+    browser.one("#show-list").click()
+    browser.one("#new").click()
+    browser.wait(lambda: not browser.all("#list")[0].is_displayed(), "the closed list")
+    assert browser.one(".welcome").text.startswith("Ask something.")
+
+
 def test_nothing_is_fetched_from_other_servers(browser: Browser, server: PageServer) -> None:
     open_page(browser, server.url)
     ask(browser, server, "Show me Markdown")

@@ -105,6 +105,12 @@ def test_the_settings_win_over_the_trial(monkeypatch):
         assert cpu_probe.prepare(settings) == settings
 
 
+def test_the_device_is_named_before_torch_is_loaded(monkeypatch):
+    monkeypatch.setattr(cpu_probe, "runs_on_cpu", lambda settings: True)
+    chosen = cpu_probe.prepare(EngineSettings(dtype="float32", cpu_code="off"))
+    assert chosen == EngineSettings(dtype="float32", cpu_code="off", device="cpu")
+
+
 def test_the_choice_reaches_the_settings_and_the_environment(monkeypatch):
     monkeypatch.setattr(cpu_probe, "choose", lambda: CpuChoice("bfloat16", "AVX512_CORE_BF16"))
     monkeypatch.setattr(cpu_probe, "choose_code", lambda: "avx2")

@@ -264,7 +264,7 @@ def test_silence_is_unusual_after_a_moment_or_twice_the_longest_step():
     silence = Silence(60.0)
     silence.count(SILENT_SECONDS, heard=False)
     assert not silence.unusual
-    silence.count(1.75, heard=False)
+    silence.count(3.0 - SILENT_SECONDS, heard=False)
     assert silence.unusual
     silence.count(0.25, heard=True)  # after three seconds
     assert not silence.unusual

@@ -53,7 +53,9 @@ def test_another_number_than_that_of_the_build_is_explained(caplog):
     assert not caplog.messages
     explain_ranks("tensorrt_llm", EngineSettings(ranks=2), Config(4))
     explain_ranks("tensorrt_llm", EngineSettings(ranks=1, wanted_ranks=8), Config(1))
+    explain_ranks("tensorrt_llm", EngineSettings(ranks=4), Config(6))
     assert caplog.messages == [
         "tensorrt_llm was built for 4 ranks, which need as many GPUs: it runs with 2 ranks",
         "tensorrt_llm was started for 8 ranks, which need as many GPUs: it runs with 1 rank",
+        "tensorrt_llm was built for 6 ranks, which do not divide this model: it runs with 4 ranks",
     ]

@@ -5,8 +5,10 @@ The leader is in the test's process, at the address of another machine; the host
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -16,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_rank_host import ADDRESS, HEARTBEAT_SECONDS, HostProcess, options_of
+from run_rank_host import ADDRESS, HEARTBEAT_SECONDS, KEY, ROOT, HostProcess, options_of
 from tiny_server import children_of, is_running, wait_for
 
 from slipstream.server.engine_link.cluster import leader as leader_module
@@ -192,6 +194,18 @@ def test_the_end_of_a_host_ends_its_ranks(hosts, start_host, start, number):
     wait_for(lambda: not is_running(process))
 
 
+def test_a_host_that_is_started_twice_takes_the_place_of_the_first(hosts, start_host, start):
+    first = start_host(*SLEEPER)
+    rank = hosts.start(1, start)
+    wait_for(lambda: not rank.awaited)
+    start_host(*SLEEPER)
+    assert rank.wait() == EXIT_WITH_REASON
+    assert rank.reason == "its rank host was started again"
+    assert first.wait() == 1
+    assert "rank 0 refuses this process: process 1 was started again" in first.log()
+    assert not hosts.start(1, start).ended
+
+
 LEADER = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -243,7 +257,7 @@ def test_the_leader_cannot_listen_at_the_address_of_another_machine(hosts):
 
 
 def test_messages_are_decoded_into_their_own_types_only(start):
-    from_host = [Machine(1, "n1", "slipstream"), RankEnded(1, 1, -9)]
+    from_host = [Machine(1, "7", "n1", "slipstream"), RankEnded(1, 1, -9)]
     assert [decode_from_host(encode(message)) for message in from_host] == from_host
     assert [decode_to_host(encode(message)) for message in (start, EndRank(1, 2))] == [
         start,
@@ -253,3 +267,80 @@ def test_messages_are_decoded_into_their_own_types_only(start):
         decode_from_host(encode(start))
     with pytest.raises(LinkError, match="damaged StartRank between machines"):
         decode_to_host(b"S\x93")
+
+
+def test_a_host_of_another_job_is_refused(monkeypatch, hosts, start_host, start):
+    monkeypatch.setattr(hosts, "launched", replace(hosts.launched, job="77"))
+    start_host(*SLEEPER)
+    rank = hosts.start(1, start)
+    assert rank.wait() == EXIT_WITH_REASON
+    assert "belongs to the job without a name of its launcher, rank 0 to 77: set an" in rank.reason
+
+
+LAUNCHERS = {
+    "mpirun": {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    },
+    "srun": {
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    },
+    "torchrun": {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    },
+    "LeaderWorkerSet": {"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_tritonserver_is_a_host_as_a_further_rank_of_any_launcher(hosts, start, tmp_path, launcher):
+    port = free_port()
+    variables = {
+        **LAUNCHERS[launcher],
+        "MASTER_ADDR": ADDRESS,
+        "SLIPSTREAM_CLUSTER_PORT": str(hosts.port),
+        "SLIPSTREAM_CLUSTER_KEY": KEY,
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "slipstream.cli.compat.tritonserver", "--ranks=2"]
+    command += [f"--model-repository={tmp_path}", f"--http-port={port}"]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        host = subprocess.Popen(command, env=os.environ | variables, stdout=output, stderr=output)
+    try:
+        rank = hosts.start(1, replace(start, engine_folder="/nowhere"))
+        assert rank.wait() == EXIT_WITH_REASON
+        assert "the engine folder /nowhere cannot be read" in rank.reason
+        if launcher == "LeaderWorkerSet":
+            assert ask(port, "/v2/health/live") == 200
+            assert ask(port, "/v2/health/ready") == 400
+        else:
+            with pytest.raises(ConnectionRefusedError):
+                ask(port, "/v2/health/live")
+        hosts.close()
+        assert host.wait(60) == 0
+    finally:
+        host.kill()
+        host.wait()
+    first, *others = log.read_text().splitlines()
+    assert f"process 1 of 2 from {launcher} runs ranks for rank 0" in first
+    assert ["rank 1 cannot start" in line for line in others] == [True]
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def ask(port: int, path: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", path)
+    return connection.getresponse().status

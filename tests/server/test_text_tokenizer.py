@@ -247,6 +247,7 @@ def test_unpaired_surrogate_is_refused():
     [
         ({}, "has no tokenizer: expected tokenizer.json"),
         ({"tokenizer.json": "{"}, "tokenizer.json is not a tokenizer file"),
+        ({"tokenizer.json": f'"{"a" * 100_000}"'}, "tokenizer.json is not a tokenizer file"),
         ({"tokenizer.model": "nonsense"}, "not a SentencePiece model"),
         ({"vocab.json": "{", "merges.txt": ""}, "vocab.json or merges.txt is damaged"),
         ({"tokenizer_config.json": "[1]", "tokenizer.json": "{}"}, "must hold a JSON object"),
@@ -268,6 +269,7 @@ def test_unusable_folder_is_refused_with_the_reason(tmp_path, files, message):
         Tokenizer.load(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 def test_missing_folder_is_refused(tmp_path):

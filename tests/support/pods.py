@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests import ROOT
-from tiny_server import children_of, wait_for
+from tiny_server import children_of, command_of, wait_for
 
 NEEDED = ("unshare", "nsenter", "setpriv", "chroot", "ip", "curl")
 # folders of the machine that a container has of its own
@@ -192,6 +192,11 @@ class Pod:
         """Return the lines of /proc/PID/status of the container's first process."""
         lines = Path(f"/proc/{self.process_id}/status").read_text().splitlines()
         return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+
+    def engine_processes(self) -> list[int]:
+        """Return the engine processes that the container's first process has started."""
+        found = children_of(self.process_id)
+        return [child for child in found if "slipstream.engine_worker" in command_of(child)]
 
     def can_write(self, path: str) -> bool:
         """Return whether the container's user could write this path."""

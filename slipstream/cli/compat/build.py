@@ -60,6 +60,7 @@ def _build_settings(given: Namespace) -> BuildFlags:
         fp8_kv_cache=hasattr(given, "fp8_kv_cache"),
         limits=_limits(given),
         ranks=_ranks(given),
+        stages=whole_number(given, "pp_size", 1),
     )
 
 

@@ -19,6 +19,7 @@ from slipstream.cli.arguments import (
     at_least,
     frontend_count,
 )
+from slipstream.cli.log import log, program
 from slipstream.server.engine_link.launched import WORLD_SIZE_VARIABLE
 
 _PROGRAM = "tritonserver"
@@ -113,6 +114,7 @@ def run(given: Namespace) -> int:
     try:
         code = process.wait(timeout=0.2)  # long enough to notice a wrong command line
     except subprocess.TimeoutExpired:
+        log("INFO", f"Stop it with: {program()} stop {process.pid}")
         return 0
     raise CommandError(f"the server ended at once, with code {code}")
 
@@ -171,7 +173,7 @@ def _refuse_second(force: bool) -> None:
     if busy and not force:
         raise CommandError(
             f"{_PROGRAM} runs already (process {', '.join(map(str, busy))}); stop it with "
-            f"`pkill {_PROGRAM}`, or start one more with --force"
+            f"`{program()} stop`, or start one more with --force"
         )
 
 

@@ -158,7 +158,10 @@ def _run_host(given: FlagValues, cluster: ClusterOptions) -> int:
     from slipstream.server.engine_link.cluster.live_probe import answer_live_probe
 
     if cluster.launched.launcher == "LeaderWorkerSet" and given["allow-http"]:
-        answer_live_probe(given["http-address"], given["http-port"])
+        try:
+            answer_live_probe(given["http-address"], given["http-port"])
+        except OSError as error:
+            raise CommandError(f"--http-port {given['http-port']}: {error.strerror}") from error
     return RankHost(cluster).run()
 
 

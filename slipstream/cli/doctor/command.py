@@ -11,6 +11,7 @@ from pathlib import Path
 from slipstream.cli.arguments import Parser
 from slipstream.cli.doctor.machine import ask_torch, disks, gpus, processor, system, versions
 from slipstream.cli.doctor.ports import ports
+from slipstream.cli.doctor.ranks import ranks
 from slipstream.cli.doctor.report import Finding, Report, Section, hide_in_variable, hider, is_proxy
 from slipstream.repository.check import check_repository
 from slipstream.repository.known import DEFAULT_REPOSITORY
@@ -26,6 +27,8 @@ _VARIABLES = frozenset(
         "TMPDIR",
         "VIRTUAL_ENV",
         "XDG_CACHE_HOME",
+        "MASTER_ADDR",
+        "MASTER_PORT",
         *RANK_VARIABLES,
     }
 )
@@ -77,7 +80,8 @@ def run(given: Namespace) -> int:
 def examine(repository: Path | None) -> Report:
     folder = expand_home(repository or DEFAULT_REPOSITORY, "--model-repository")
     torch = ask_torch()
-    sections = [versions(torch), system(), processor(torch), gpus(torch), disks(folder), ports()]
+    sections = [versions(torch), system(), processor(torch), gpus(torch)]
+    sections += [ranks(torch, os.environ), disks(folder), ports()]
     sections += [models(folder, asked_for=repository is not None), variables(os.environ)]
     return Report(sections, hider())
 
@@ -112,7 +116,7 @@ def variables(environment: Mapping[str, str]) -> Section:
     launched = find_launch(environment)
     if launched.rank != 0:
         name = next(found.rank for found in LAUNCHERS if found.name == launched.launcher)
-        what = f"{name} is {environment[name]}: tritonserver only waits, as a rank other than 0"
+        what = f"{name} is {environment[name]}: tritonserver is not the server, but a further rank"
         remedy = f"unset {name} outside of {launched.launcher}"
         findings.append(Finding(what, remedy, blocks=False))
     return Section("environment", facts, findings)

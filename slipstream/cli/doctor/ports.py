@@ -12,6 +12,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from slipstream.cli.doctor.report import Finding, Section
+from slipstream.cli.processes.servers import listening_sockets
 
 PORTS = {"HTTP": 8000, "gRPC": 8001, "metrics": 8002}
 _OPTIONS = {"HTTP": "--http-port", "gRPC": "--grpc-port", "metrics": "--metrics-port"}
@@ -125,22 +126,11 @@ def _process(port: int, processes: Path = Path("/proc")) -> str:
 
     Its command line is left out, because it may hold secrets.
     """
-    sockets = _listening_sockets(port, processes)
+    listening = listening_sockets(processes)
+    sockets = {name for name, found in listening.items() if found == port}
     for descriptor in processes.glob("[0-9]*/fd/*") if sockets else ():
         with suppress(OSError):
             if str(descriptor.readlink()) in sockets:
                 folder = descriptor.parents[1]
                 return f"process {folder.name}, {(folder / 'comm').read_text().strip()}"
     return ""
-
-
-def _listening_sockets(port: int, processes: Path) -> set[str]:
-    """Return the sockets that listen on a port, as the links in /proc/<id>/fd name them."""
-    sockets = set()
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in (processes / "net" / table).read_text().splitlines()[1:]:
-                row = line.split()
-                if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port:
-                    sockets.add(f"socket:[{row[9]}]")
-    return sockets

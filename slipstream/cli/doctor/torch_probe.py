@@ -5,6 +5,7 @@ It is a process of its own, because torch takes seconds to load and may crash.
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -17,10 +18,24 @@ def main() -> None:
         "cuda_runtime": torch.version.cuda or "",
         "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
         "gpus": [],
+        "unreachable": [],
+        "nccl": "",
     }
     if torch.version.cuda and torch.cuda.is_available():
-        found["gpus"] = [_gpu(index) for index in range(torch.cuda.device_count())]
+        count = torch.cuda.device_count()
+        found["gpus"] = [_gpu(index) for index in range(count)]
+        found["unreachable"] = _unreachable(count)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     print(json.dumps(found))
+
+
+def _unreachable(count: int) -> list[tuple[int, int]]:
+    """Return the pairs of GPUs that cannot read each other's memory."""
+    return [
+        pair
+        for pair in itertools.combinations(range(count), 2)
+        if not torch.cuda.can_device_access_peer(*pair)
+    ]
 
 
 def _gpu(index: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -223,3 +224,20 @@ def _source_and_name(model: str, source: str | None) -> tuple[str, str]:
             f"(hf:org/name, a folder or a GGUF file); known: {', '.join(KNOWN_MODELS)}"
         )
     return source or model, model
+
+
+def main(model: str, repository: str) -> int:
+    """Import a model for `slipstream start`, which serves it next. Returns the exit code."""
+    try:
+        import_model(model, None, Path(repository))
+    except (CommandError, ValueError, OSError) as error:
+        log("ERROR", str(error))
+        return 1
+    except KeyboardInterrupt:
+        log("ERROR", "interrupted; nothing was left behind")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -10,21 +10,21 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from slipstream.engine.adapters.cache import AdapterCache, AdapterSource, ModuleMatrices
 from slipstream.engine.adapters.modules import AdapterError, AdapterPacker, linear_shapes
 from slipstream.engine.adapters.store import AdapterStore
 from slipstream.engine.memory.division import adapter_pages
 from slipstream.engine.ranks.following import pack_order
 from slipstream.engine.settings import EngineSettings
-from slipstream.kernels.adapters import AdapterPages, HostAdapter, PageLayout
+from slipstream.kernels.adapter_layout import PageLayout
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from slipstream.engine.ranks.leading import LeadingRunner
+    from slipstream.kernels.adapters import AdapterPages, HostAdapter
 
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Reads an adapter's folder; returns its matrices, or tensors in the form of a request's.
 ReadFolder = Callable[[str], Sequence[ModuleMatrices] | AdapterSource]
 
@@ -35,15 +35,15 @@ class AdapterSizes:
 
     layout: PageLayout  # of the rank's part of a page
     pages: int
-    dtype: torch.dtype
+    dtype: str  # as torch names it
 
 
 def create_store(
     spec: ModelSpec,
     settings: EngineSettings,
     max_rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
+    device: str,
     ranks: Ranks = ALONE,
 ) -> tuple[AdapterStore, AdapterSizes]:
     """Create the memory of a rank for adapters. Pages are allocated when the first one is loaded.
@@ -51,14 +51,16 @@ def create_store(
     spec: the rank's part of the model
     """
     layout = PageLayout(linear_shapes(spec), spec.layers, settings.adapter_page_rank)
-    if device.type == "cuda":
+    if device.startswith("cuda"):
+        import torch
+
         room = int(torch.cuda.mem_get_info(device)[0] * settings.adapter_memory_fraction)
     else:
         # On a CPU, GEMMs with few tokens are faster in float32 than in 16 bits.
-        dtype = torch.float32
+        dtype = "float32"
         room = settings.adapter_host_bytes
     most = layout.pages_for(settings.adapter_max_rank)
-    pages = adapter_pages(room, layout.elements * dtype.itemsize, most, max_rows)
+    pages = adapter_pages(room, layout.elements * ITEM_BYTES[dtype], most, max_rows)
     sizes = AdapterSizes(layout, ranks.least(pages), dtype)
     return AdapterStore(layout, sizes.pages, most, dtype, device, ranks), sizes
 

@@ -7,25 +7,25 @@ sizes. Matrices that do not fit are refused; the error names the module, the lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from slipstream.engine.adapters.cache import AdapterSource, ModuleMatrices
-from slipstream.kernels.adapters import (
+from slipstream.kernels.adapter_layout import (
     DOWN_PROJ,
     O_PROJ,
     QKV,
     UP_PROJ,
-    HostAdapter,
     LinearShape,
     Matrices,
     PageLayout,
-    pack_adapter,
 )
 from slipstream.model.families.registry import FAMILIES
 from slipstream.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from slipstream.kernels.adapters import HostAdapter
 
 
 class Module(NamedTuple):
@@ -91,8 +91,8 @@ class AdapterPacker:
         spec: ModelSpec,
         layout: PageLayout,
         max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: str,
+        device: str,
         rank_layout: PageLayout | None = None,
         ranks: int = 1,
     ) -> None:
@@ -110,6 +110,8 @@ class AdapterPacker:
 
     def pack(self, modules: Sequence[ModuleMatrices]) -> list[HostAdapter]:
         """Return the parts of all ranks."""
+        from slipstream.kernels.adapters import pack_adapter
+
         packed: dict[tuple[int, int, int], Matrices] = {}
         for module in modules:
             for matrices in self._split(module):

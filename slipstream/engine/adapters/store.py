@@ -1,13 +1,17 @@
-"""The adapters of one rank: in host memory, and in the pages of its device."""
+"""The adapters of one rank: in host memory, and in the pages of its device. Torch is imported with
+the first adapter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from slipstream.kernels.adapters import AdapterPages, HostAdapter, PageLayout
+from slipstream.kernels.adapter_layout import PageLayout
 from slipstream.kernels.ranks import Ranks
+
+if TYPE_CHECKING:
+    from slipstream.kernels.adapters import AdapterPages, HostAdapter
 
 
 class AdapterStore:
@@ -20,11 +24,11 @@ class AdapterStore:
         layout: PageLayout,
         total_pages: int,
         most_pages: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: str,
+        device: str,
         ranks: Ranks,
     ) -> None:
-        """most_pages: the most pages of one adapter"""
+        """most_pages: the most pages of one adapter; dtype, device: as torch names them"""
         self.pages: AdapterPages | None = None  # None until the first adapter is loaded
         self.device = device
         self._layout = layout
@@ -45,26 +49,32 @@ class AdapterStore:
         """The adapters in host memory."""
         return set(self._host)
 
-    @torch.inference_mode()
     def place(self, placed: Sequence[tuple[int, tuple[int, ...]]]) -> None:
         """Write adapters to their pages."""
-        assert self.pages is not None  # they exist since the first adapter was added
-        for adapter, pages in placed:
-            self.pages.write(pages, self._host[adapter])
+        import torch
 
-    @torch.inference_mode()
+        assert self.pages is not None  # they exist since the first adapter was added
+        with torch.inference_mode():
+            for adapter, pages in placed:
+                self.pages.write(pages, self._host[adapter])
+
     def has_pages(self) -> bool:
         """Allocate the pages if there are none yet; False when a rank has too little memory.
 
         It happens here and not in a step, so that no plan fails because of it.
         """
+        import torch
+
+        from slipstream.kernels.adapters import AdapterPages
+
         if self.pages is not None:
             return True
         pages: AdapterPages | None = None
         try:
-            pages = AdapterPages(
-                self._layout, self._total_pages, self._most_pages, self._dtype, self.device
-            )
+            with torch.inference_mode():
+                pages = AdapterPages(
+                    self._layout, self._total_pages, self._most_pages, self._dtype, self.device
+                )
         except torch.OutOfMemoryError:
             pages = None
         if self._ranks.least(int(pages is not None)):

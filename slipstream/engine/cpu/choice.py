@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from slipstream.engine.cpu.model import CpuModel
 from slipstream.engine.cpu.runner import CpuRunner
@@ -30,19 +26,14 @@ class CpuPath:
 
 def choose_path(
     spec: ModelSpec,
-    tensors: Mapping[str, Tensor],
     choice: str,
-    device: torch.device,
-    dtype: torch.dtype,
+    dtype: str,
     ranks: int,
 ) -> CpuPath:
     """Return how a model is computed. choice: the setting `cpu_code`"""
-    if device.type != "cpu":
-        return CpuPath(None, "the device is a GPU")
     level, reason = machine.choose_level(choice)
     if level is not None:
-        quantised = any(name.endswith(".scales") for name in tensors)
-        reason = unsupported(spec, str(dtype).removeprefix("torch."), ranks, quantised)
+        reason = unsupported(spec, dtype, ranks)
     if reason:
         logger.info("torch computes this model on the CPU: %s", reason)
         return CpuPath(None, reason)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn import functional
 
-from slipstream.kernels.attention import cache_shape
+from slipstream.engine.cpu.weights import StoredWeights
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.cpu.memory import round_up
-from slipstream.kernels.cpu.operations import Format
-from slipstream.kernels.cpu.pack import Packed, interleave_halves, pack, padded_floats
+from slipstream.kernels.cpu.operations import Format, TableFormat, WeightFormat
+from slipstream.kernels.cpu.pack import Packed, interleave_halves, padded_floats
 from slipstream.kernels.options import KernelOptions
-from slipstream.model.linear import Tensors
+from slipstream.kernels.stored import Weight, bfloat16_to_float32, round_to_bfloat16
 from slipstream.model.position import rotary_size, rotary_table
 from slipstream.model.spec import ModelSpec
 
@@ -28,8 +26,33 @@ class NormWeights(NamedTuple):
 
 
 class LinearWeights(NamedTuple):
-    packed: Packed
+    parts: tuple[Packed, ...]  # their outputs follow each other
     bias: np.ndarray | None  # float32 [padded outputs]
+
+    @property
+    def outputs(self) -> int:
+        """Outputs, with padding."""
+        return sum(part.outputs for part in self.parts)
+
+    @property
+    def inputs(self) -> int:
+        """Inputs, with padding."""
+        return self.parts[0].inputs
+
+    @property
+    def takes(self) -> Format:
+        """The format of the activations that the weights are multiplied by."""
+        kind = self.parts[0].format
+        if kind is WeightFormat.F32:
+            return Format.F32
+        return Format.BF16 if kind is WeightFormat.BF16 else Format.INT8
+
+
+class EmbeddingTable(NamedTuple):
+    format: TableFormat
+    address: int
+    stride: int  # bytes of 32 packed outputs, or of a row
+    kept: object  # the memory
 
 
 @dataclass
@@ -56,38 +79,33 @@ class CpuModel:
     def __init__(
         self,
         spec: ModelSpec,
-        tensors: dict[str, Tensor],
-        dtype: torch.dtype,
+        weights: Mapping[str, Weight],
+        dtype: str,
         positions: int,
         options: KernelOptions = KernelOptions(),
     ) -> None:
-        """positions: the longest sequence. `tensors` is emptied."""
+        """dtype: float32 or bfloat16; positions: the longest sequence"""
         self.spec = spec
         self.dtype = dtype
-        self.cache_dtype = dtype
-        self.device = torch.device("cpu")
         self.options = options
-        self.format = Format.F32 if dtype == torch.float32 else Format.BF16
-        self._source = Tensors(tensors, dtype, self.device)
-        self._given = tensors
+        self.format = Format.F32 if dtype == "float32" else Format.BF16
+        self._source = StoredWeights(weights, dtype)
         self.width = round_up(spec.hidden_size, 32)
-        tied = spec.tied_embeddings
-        self.embedding = self._matrix(
-            "transformer.vocab_embedding", spec.vocab_size, spec.hidden_size
-        )
         # rounded as the model was trained with it, in the type of its embedding
-        self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+        self.embedding_scale = self._rounded(spec.embedding_scale)
         self._take_positions(positions)
         self.layers = [self._layer(index) for index in range(spec.layers)]
         self.final_norm = self._norm("transformer.ln_f") if spec.final_norm else None
-        if tied:
-            self.head = LinearWeights(self.embedding, self._head_bias(self.embedding.outputs))
-        else:
-            packed = self._matrix("lm_head", spec.vocab_size, spec.hidden_size)
-            self.head = LinearWeights(packed, self._head_bias(packed.outputs))
+        self._take_head()
         self.score = self._score_layer()
         self._source.close()
-        tensors.clear()
+
+    def _rounded(self, number: float) -> float:
+        """Return a number in the type of the run."""
+        exact = np.array([number], dtype=np.float32)
+        if self.format is Format.BF16:
+            exact = bfloat16_to_float32(round_to_bfloat16(exact))
+        return float(exact[0])
 
     def _take_positions(self, positions: int) -> None:
         spec = self.spec
@@ -96,15 +114,15 @@ class CpuModel:
         self.rope: dict[float | None, tuple[np.ndarray, np.ndarray]] = {}
         if spec.position == "learned":
             shape = (spec.max_positions, spec.hidden_size)
-            table = self._source.take("transformer.position_embedding.weight", shape)
-            self.learned_positions = table.float().numpy()
+            name = "transformer.position_embedding.weight"
+            self.learned_positions = self._source.floats(name, shape, rounded=True)
             return
         half = rotary_size(spec) // 2
         for theta in {spec.theta_of_layer(index) for index in range(spec.layers)}:
             cosine, signed_sine = rotary_table(spec, positions, theta)
             self.rope[theta] = (
-                np.ascontiguousarray(cosine.numpy()[:, :half]),
-                np.ascontiguousarray(signed_sine.numpy()[:, half:]),
+                np.ascontiguousarray(cosine[:, :half]),
+                np.ascontiguousarray(signed_sine[:, half:]),
             )
 
     def _layer(self, index: int) -> LayerWeights:
@@ -139,32 +157,44 @@ class CpuModel:
             rule=AttentionRule(scale, spec.window_of_layer(index), softcap=spec.attention_softcap),
         )
 
-    def _matrix(self, name: str, outputs: int, inputs: int, gated: bool = False) -> Packed:
-        tensor = self._source.take(f"{name}.weight", (outputs, inputs))
-        if not tensor.numel():  # missing: `close` raises
-            tensor = torch.zeros(1, 1, dtype=self.dtype)
-            gated = False
-        if tensor.dtype == torch.bfloat16:
-            return pack(tensor.view(torch.uint16).numpy(), gated)
-        return pack(tensor.numpy(), gated)
+    def _take_head(self) -> None:
+        """Take the output layer and the table of embeddings, which may be the same weights."""
+        spec = self.spec
+        # a quantised engine holds a head of its own even if the embeddings are tied
+        own = not spec.tied_embeddings or self._source.has("lm_head.weight")
+        name = "lm_head" if own else "transformer.vocab_embedding"
+        parts = self._source.matrix(name, spec.vocab_size, spec.hidden_size)
+        self.head = LinearWeights(parts, self._head_bias(sum(part.outputs for part in parts)))
+        if not own:
+            [packed] = parts
+            self.embedding = EmbeddingTable(
+                TableFormat(packed.format), packed.address, packed.block_bytes, packed
+            )
+            return
+        shape = (spec.vocab_size, spec.hidden_size)
+        rows = self._source.rows("transformer.vocab_embedding.weight", shape)
+        is_float = rows.dtype == np.float32
+        kind = TableFormat.F32_ROWS if is_float else TableFormat.BF16_ROWS
+        self.embedding = EmbeddingTable(kind, int(rows.ctypes.data), rows.strides[0], rows)
 
     def _linear(
         self, name: str, outputs: int, inputs: int, bias: bool, gated: bool = False
     ) -> LinearWeights:
-        packed = self._matrix(name, outputs, inputs, gated)
+        parts = self._source.matrix(name, outputs, inputs, gated)
         numbers: np.ndarray | None = None
         if bias:
-            numbers = self._source.take(f"{name}.bias", (outputs,)).float().numpy()
+            numbers = self._source.floats(f"{name}.bias", (outputs,), rounded=True)
             numbers = padded_floats(
-                interleave_halves(numbers) if gated else numbers, packed.outputs
+                interleave_halves(numbers) if gated else numbers,
+                sum(part.outputs for part in parts),
             )
-        return LinearWeights(packed, numbers)
+        return LinearWeights(parts, numbers)
 
     def _head_bias(self, outputs: int) -> np.ndarray | None:
         if not self.spec.head_bias:
             return None
-        bias = self._source.take("lm_head.bias", (self.spec.vocab_size,))
-        return padded_floats(bias.float().numpy(), outputs)
+        bias = self._source.floats("lm_head.bias", (self.spec.vocab_size,), rounded=True)
+        return padded_floats(bias, outputs)
 
     def _norm(self, name: str) -> NormWeights:
         spec = self.spec
@@ -177,22 +207,20 @@ class CpuModel:
     def _head_norm(self, name: str) -> np.ndarray | None:
         if not self.spec.qk_norm:
             return None
-        weight = self._source.take(f"{name}.weight", (self.spec.head_size,), torch.float32)
-        return padded_floats(weight.numpy() + self.spec.norm_offset, self.spec.head_size)
+        weight = self._source.floats(f"{name}.weight", (self.spec.head_size,))
+        return padded_floats(weight + self.spec.norm_offset, self.spec.head_size)
 
     def _vector(self, name: str) -> np.ndarray:
-        taken = self._source.take(name, (self.spec.hidden_size,), torch.float32)
-        found: np.ndarray = taken.numpy()
-        return found
+        return self._source.floats(name, (self.spec.hidden_size,))
 
-    def _score_layer(self) -> Callable[[Tensor], Tensor] | None:
+    def _score_layer(self) -> Callable[[np.ndarray], np.ndarray] | None:
         """Return the output layer of a classifier: [hidden] float32 → [labels]."""
         spec = self.spec
         if not spec.labels:
             return None
         shape = (spec.labels, spec.hidden_size)
-        weight = self._source.take("score.weight", shape, torch.float32)
-        return lambda states: functional.linear(states, weight)
+        weight = self._source.floats("score.weight", shape).copy()
+        return partial(np.dot, weight)
 
     @property
     def queries_of_group(self) -> int:
@@ -201,7 +229,7 @@ class CpuModel:
     @property
     def middle_width(self) -> int:
         """Elements of a row between the two linear layers of the MLP, with padding."""
-        return self.layers[0].down.packed.inputs
+        return self.layers[0].down.inputs
 
     @property
     def half(self) -> int:
@@ -215,13 +243,8 @@ class CpuModel:
             window = min(given, layer.rule.window or given)
             layer.rule = replace(layer.rule, window=max(1, window - sinks), sinks=sinks)
 
-    def new_cache(self, slots: int) -> Tensor:
-        """Return an empty cache for the keys and values of all layers, in attention's layout."""
-        shape = cache_shape(self.spec.layers, slots, self.spec.kv_heads, self.spec.head_size)
-        return torch.zeros(shape, dtype=self.cache_dtype)
-
     @property
     def cached_bytes(self) -> int:
         """Bytes that a token takes in the cache."""
         elements = 2 * self.spec.layers * self.spec.kv_heads * self.spec.head_size
-        return elements * self.cache_dtype.itemsize
+        return elements * (4 if self.format is Format.F32 else 2)

@@ -9,9 +9,9 @@ import numpy as np
 
 from slipstream.engine.cpu.adapter_parts import AdapterPart, ApplyGate, StepParts
 from slipstream.engine.cpu.model import CpuModel, LayerWeights, LinearWeights, NormWeights
-from slipstream.kernels.adapters import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
+from slipstream.kernels.adapter_layout import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
 from slipstream.kernels.cpu.layout import BLOCK, LANES
-from slipstream.kernels.cpu.memory import aligned_rows, round_up
+from slipstream.kernels.cpu.memory import aligned, aligned_rows, round_up
 from slipstream.kernels.cpu.operations import (
     ACTIVATIONS,
     Attention,
@@ -24,10 +24,13 @@ from slipstream.kernels.cpu.operations import (
     Linear,
     Merge,
     Norm,
+    Refine,
     Rope,
     Rows,
     Softcap,
+    TableFormat,
     encode,
+    row_bytes,
 )
 
 # Operations that compiled code carries out in one call, or a part that torch carries out
@@ -35,6 +38,9 @@ Segment = np.ndarray | Callable[[StepParts], None]
 
 NO_WINDOW = 2**30  # larger than any position
 _PART = 4096  # tokens of a part of the vocabulary
+# Several times what quantised weights shift a logit by.
+_REFINED_MARGIN = 3.0
+_ELEMENTS = {Format.F32: np.float32, Format.BF16: np.uint16, Format.INT8: np.uint8}
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,21 @@ class Cache:
     layer_bytes: int
     values_offset: int  # from the keys of a layer to its values
     head_bytes: int  # of a KV head of a layer
+
+
+class Activations:
+    """Rows that linear layers take, in the format of their weights."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self._rows = rows
+        self._width = width
+        self._memory = aligned(rows * row_bytes(Format.F32, width))
+
+    def view(self, kind: Format) -> np.ndarray:
+        """Return the rows in a format: float32, bfloat16 as uint16, or bytes."""
+        row = row_bytes(kind, self._width)
+        found = self._memory[: self._rows * row]
+        return found.view(_ELEMENTS[kind]).reshape(self._rows, -1)
 
 
 class Buffers:
@@ -58,15 +79,19 @@ class Buffers:
         attended = round_up(spec.q_size, BLOCK)
         self.hidden = aligned_rows(tokens, model.width, np.float32)
         self.chosen = aligned_rows(tokens, model.width, np.float32)  # hidden of the samples
-        self.x = aligned_rows(rows, model.width, width)
-        self.second_x = aligned_rows(rows, model.width, width)
-        self.attended_x = aligned_rows(rows, attended, width)
-        self.states = aligned_rows(rows, model.width, width)  # of the samples, normalised
+        self.x = Activations(rows, model.width)
+        self.second_x = Activations(rows, model.width)
+        self.attended_x = Activations(rows, attended)
+        self.states = Activations(rows, model.width)  # of the samples, normalised
+        self.float_states = aligned_rows(tokens, model.width, np.float32)
+        # float32 rows in front of another format
+        self.plain = aligned_rows(tokens, max(model.width, attended), np.float32)
         self.delta = aligned_rows(tokens, model.width, np.float32)
         self.qkv = aligned_rows(tokens, round_up(spec.qkv_size, BLOCK), np.float32)
         self.queries = aligned_rows(tokens, spec.q_size, width)
         self.attended = aligned_rows(tokens, attended, np.float32)
-        self.middle = aligned_rows(tokens, model.middle_width, width)
+        self.middle = Activations(tokens, model.middle_width)
+        self.middle_x = Activations(rows, model.middle_width)
         # the halves of a gated layer, or the outputs of another one, before the activation
         half = round_up(spec.ffn_size, LANES)
         self.up = aligned_rows(tokens, half * 2, np.float32)
@@ -125,7 +150,7 @@ class ProgramWriter:
                 table=table.address,
                 table_format=table.format,
                 size=self.spec.hidden_size,
-                block_bytes=table.block_bytes,
+                block_bytes=table.stride,
                 scale=self.model.embedding_scale,
                 positions=_address(learned),
             )
@@ -135,45 +160,61 @@ class ProgramWriter:
         spec = self.spec
         buffers = self.buffers
         hidden = buffers.hidden
-        self._norm(layer.input_norm, hidden, buffers.x)
         if spec.parallel_residual:
-            mlp_input = buffers.x
-            if layer.post_norm is not None:
-                mlp_input = buffers.second_x
-                self._norm(layer.post_norm, hidden, mlp_input)
-            self._up(index, layer, mlp_input, Rows.TOKENS)
-        self._linear(layer.qkv, buffers.x, buffers.qkv, own=True)
-        self._adapt(index, QKV, buffers.x[:, : spec.hidden_size], [buffers.qkv[:, : spec.qkv_size]])
+            self._up(index, layer, hidden, buffers.second_x, Rows.TOKENS)
+        kind = layer.qkv.takes
+        x = self._norm_for(layer.input_norm, hidden, buffers.x, kind, Rows.TOKENS)
+        self._linear(layer.qkv, buffers.x.view(kind), buffers.qkv, own=True)
+        self._adapt(index, QKV, x, [buffers.qkv[:, : spec.qkv_size]])
         self._attention(index, layer)
         rows = Rows.TOKENS
         # After the last layer only sampled tokens are used; of the others, keys and values are
         # enough.
         chooses = is_last and not self._gathers_late
-        self._merge(chooses)
+        attended = self._merge(layer.dense.takes, chooses)
         if chooses:
             rows = Rows.SAMPLES
             self._copy(hidden, buffers.chosen, Format.F32, rows, gather=True)
             hidden = buffers.chosen
-        attended = (index, O_PROJ, buffers.attended_x[:, : spec.q_size])
-        self._add_to(layer.dense, buffers.attended_x, hidden, layer.attended_norm, rows, attended)
+        x = buffers.attended_x.view(layer.dense.takes)
+        adapter = (index, O_PROJ, attended)
+        self._add_to(layer.dense, x, hidden, layer.attended_norm, rows, True, adapter)
         if not spec.parallel_residual:
-            norm = layer.post_norm or layer.input_norm
-            self._norm(norm, hidden, buffers.x, rows)
-            self._up(index, layer, buffers.x, rows)
-        middle = (index, DOWN_PROJ, buffers.middle[:, : spec.ffn_size])
-        self._add_to(layer.down, buffers.middle, hidden, layer.mlp_norm, rows, middle)
+            self._up(index, layer, hidden, buffers.x, rows)
+        kind = layer.down.takes
+        middle = buffers.middle.view(self._middle_format(layer))
+        adapter = (index, DOWN_PROJ, middle[:, : spec.ffn_size])
+        x = middle
+        if self._middle_format(layer) is not kind:
+            x = buffers.middle_x.view(kind)
+            self._copy(middle, x, kind, rows, alone=True)
+        own = x is not middle
+        self._add_to(layer.down, x, hidden, layer.mlp_norm, rows, own, adapter)
+
+    def _middle_format(self, layer: LayerWeights) -> Format:
+        """Return the format that the activation between the MLP's linear layers is stored in."""
+        if self.adapted or layer.down.takes is Format.INT8:
+            return Format.F32
+        return layer.down.takes
 
     @property
     def _gathers_late(self) -> bool:
         """Whether the tokens with logits are chosen behind the last layer, not inside it."""
         return self.spec.parallel_residual or self.adapted
 
-    def _up(self, index: int, layer: LayerWeights, x: np.ndarray, rows: Rows) -> None:
+    def _up(
+        self, index: int, layer: LayerWeights, hidden: np.ndarray, target: Activations, rows: Rows
+    ) -> None:
+        """Compute the MLP up to its activation."""
         gated = self.spec.gated_mlp
-        middle = self.buffers.middle
+        kind = layer.up.takes
+        norm = layer.post_norm or layer.input_norm
+        plain = self._norm_for(norm, hidden, target, kind, rows)
+        x = target.view(kind)
+        middle = self.buffers.middle.view(self._middle_format(layer))
         if not self.adapted:
             epilogue = Epilogue.GATE if gated else Epilogue.ACTIVATE
-            self._linear(layer.up, x, middle, epilogue, rows, own=True)
+            self._linear(layer.up, x, middle, epilogue, rows, True, kind=self._middle_format(layer))
             return
         up = self.buffers.up
         half = up.shape[1] // 2
@@ -182,7 +223,7 @@ class ProgramWriter:
         epilogue = Epilogue.SPLIT if gated else Epilogue.STORE
         self._linear(layer.up, x, up, epilogue, rows, own=True, second=_address(parts[-1]))
         chosen = [part[:, :size] for part in parts]
-        self._adapt(index, UP_PROJ, x[:, : self.spec.hidden_size], chosen)
+        self._adapt(index, UP_PROJ, plain, chosen)
         self._segments.append(ApplyGate(self.spec.activation, chosen, middle[:, :size]))
 
     def _add_to(
@@ -192,37 +233,58 @@ class ProgramWriter:
         hidden: np.ndarray,
         norm: NormWeights | None,
         rows: Rows,
+        own: bool,
         adapter: tuple[int, int, np.ndarray],
     ) -> None:
         """Add a linear layer's result, normalised if there is a norm, to the residual stream.
 
         adapter: layer, number of the linear layer and its input, for `_adapt`
         """
-        own = x is self.buffers.attended_x
         target = hidden if norm is None else self.buffers.delta
         epilogue = Epilogue.ADD if norm is None else Epilogue.STORE
         self._linear(weights, x, target, epilogue, rows, own)
         self._adapt(*adapter, [target[:, : self.spec.hidden_size]])
         if norm is not None:
-            self._norm(norm, self.buffers.delta, hidden, rows, adds=True)
+            self._norm(norm, self.buffers.delta, hidden, Format.F32, rows, adds=True)
+
+    def _norm_for(
+        self,
+        norm: NormWeights,
+        source: np.ndarray,
+        target: Activations,
+        kind: Format,
+        rows: Rows,
+    ) -> np.ndarray:
+        """Normalise rows into the format of a linear layer. Return what its adapters take."""
+        plain = self.buffers.plain[:, : self.spec.hidden_size]
+        if self.adapted:  # adapters take numbers that torch has
+            self._norm(norm, source, self.buffers.plain, Format.F32, rows, shared=True)
+            self._copy(self.buffers.plain, target.view(kind), kind, rows, alone=True)
+        else:
+            self._norm(norm, source, target.view(kind), kind, rows)
+        return plain
 
     def _norm(
         self,
         norm: NormWeights,
         source: np.ndarray,
         target: np.ndarray,
+        kind: Format,
         rows: Rows = Rows.TOKENS,
         adds: bool = False,
         gather: bool = False,
+        shared: bool = False,
     ) -> None:
+        """shared: in a private step the threads have one target, not one each"""
+        one = adds or shared
         operation = Norm(
             source=_address(source),
             source_stride=source.strides[0],
             gather=gather,
             target=_address(target),
             target_stride=target.strides[0],
-            target_own=0 if adds else target.strides[0],
-            format=self.model.format,
+            target_own=0 if one else target.strides[0],
+            format=kind,
             adds=adds,
             weight=_address(norm.weight),
             bias=_address(norm.bias),
@@ -231,7 +293,7 @@ class ProgramWriter:
             epsilon=self.spec.norm_epsilon,
             layer=self.spec.norm == "layer",
         )
-        self._add(operation, rows, alone=not adds)
+        self._add(operation, rows, alone=not one)
 
     def _copy(
         self,
@@ -241,7 +303,9 @@ class ProgramWriter:
         rows: Rows,
         gather: bool = False,
         alone: bool = False,
+        width: int = 0,
     ) -> None:
+        """width: elements of a row; 0: those of the source"""
         operation = Copy(
             source=_address(source),
             source_stride=source.strides[0],
@@ -250,7 +314,7 @@ class ProgramWriter:
             target_stride=target.strides[0],
             target_own=target.strides[0] if alone else 0,
             format=kind,
-            width=self.model.width,
+            width=width or source.shape[1],
         )
         self._add(operation, rows, alone=alone)
 
@@ -263,27 +327,33 @@ class ProgramWriter:
         rows: Rows = Rows.TOKENS,
         own: bool = False,
         second: int = 0,
+        kind: Format = Format.F32,
     ) -> None:
-        """own: in a private step each thread has its own x. target None: the logits"""
-        packed = weights.packed
-        operation = Linear(
-            weights=packed.address,
-            weight_format=packed.format,
-            block_bytes=packed.block_bytes,
-            blocks=packed.blocks,
-            inputs=packed.inputs,
-            x=_address(x),
-            x_stride=x.strides[0],
-            x_own=x.strides[0] if own else 0,
-            target=_address(target),
-            target_stride=packed.outputs * 4 if target is None else target.strides[0],
-            epilogue=epilogue,
-            bias=_address(weights.bias),
-            format=self.model.format,
-            activation=ACTIVATIONS.index(self.spec.activation),
-            second=second,
-        )
-        self._add(operation, rows)
+        """own: in a private step each thread has its own x. target None: the logits. kind: the
+        format of the target of an activation
+        """
+        start = 0
+        for number, packed in enumerate(weights.parts):
+            operation = Linear(
+                weights=packed.address,
+                weight_format=packed.format,
+                block_bytes=packed.block_bytes,
+                blocks=packed.blocks,
+                inputs=packed.inputs,
+                x=_address(x),
+                x_stride=x.strides[0],
+                x_own=x.strides[0] if own else 0,
+                target=_address(target) + 4 * start,
+                target_stride=weights.outputs * 4 if target is None else target.strides[0],
+                epilogue=epilogue,
+                bias=0 if weights.bias is None else _address(weights.bias) + 4 * start,
+                format=kind,
+                activation=ACTIVATIONS.index(self.spec.activation),
+                second=second,
+            )
+            start += packed.outputs
+            # Two parts may be computed at the same time. Work counters serve no more.
+            self._add(operation, rows, barrier=number > 0 or len(weights.parts) == 1)
 
     def _attention(self, index: int, layer: LayerWeights) -> None:
         spec = self.spec
@@ -331,21 +401,32 @@ class ProgramWriter:
         )
         self._add(attention)
 
-    def _merge(self, gather: bool) -> None:
+    def _merge(self, kind: Format, gather: bool) -> np.ndarray:
+        """Merge the results of attention into the format of the output projection. Return what its
+        adapters take.
+        """
         buffers = self.buffers
+        width = buffers.attended.shape[1]
+        target = buffers.attended_x.view(kind)
+        plain = buffers.plain
+        goal = plain if self.adapted else target
         operation = Merge(
             source=_address(buffers.attended),
             source_stride=buffers.attended.strides[0],
             gather=gather,
-            target=_address(buffers.attended_x),
-            target_stride=buffers.attended_x.strides[0],
-            target_own=buffers.attended_x.strides[0],
-            format=self.model.format,
-            width=buffers.attended.shape[1],
+            target=_address(goal),
+            target_stride=goal.strides[0],
+            target_own=0 if self.adapted else goal.strides[0],
+            format=Format.F32 if self.adapted else kind,
+            width=width,
             heads=self.spec.heads,
             head_size=self.spec.head_size,
         )
-        self._add(operation, Rows.SAMPLES if gather else Rows.TOKENS, alone=True)
+        rows = Rows.SAMPLES if gather else Rows.TOKENS
+        self._add(operation, rows, alone=not self.adapted)
+        if self.adapted:
+            self._copy(plain, target, kind, rows, alone=True, width=width)
+        return plain[:, : self.spec.q_size]
 
     def _head(self) -> None:
         model = self.model
@@ -353,14 +434,21 @@ class ProgramWriter:
         spec = self.spec
         gather = self._gathers_late
         source = buffers.hidden if gather else buffers.chosen
-        if model.final_norm is not None:
-            self._norm(model.final_norm, source, buffers.states, Rows.SAMPLES, gather=gather)
-        else:
-            self._copy(source, buffers.states, model.format, Rows.SAMPLES, gather, alone=True)
-        self._linear(model.head, buffers.states, None, rows=Rows.LOGITS, own=True)
-        stride = model.head.packed.outputs * 4
+        kind = model.head.takes
+        states = buffers.states.view(kind)
+        for target, form in ((buffers.float_states, Format.F32), (states, kind)):
+            is_shared = form is Format.F32 and target is buffers.float_states
+            if model.final_norm is None:
+                self._copy(source, target, form, Rows.SAMPLES, gather, not is_shared)
+                continue
+            norm = model.final_norm
+            flags = {"gather": gather, "shared": is_shared}
+            self._norm(norm, source, target, form, Rows.SAMPLES, **flags)
+        self._linear(model.head, states, None, rows=Rows.LOGITS, own=True)
+        stride = model.head.outputs * 4
+        self._refine(stride)
         if spec.final_softcap:
-            width = model.head.packed.outputs
+            width = model.head.outputs
             self._add(Softcap(0, stride, width, spec.final_softcap), Rows.LOGITS)
         self._add(
             Likeliest(
@@ -373,6 +461,27 @@ class ProgramWriter:
             ),
             Rows.LOGITS,
         )
+
+    def _refine(self, stride: int) -> None:
+        """Compute the largest logits again if there are weights that are not quantised."""
+        table = self.model.embedding
+        exact = table.format in (TableFormat.F32_ROWS, TableFormat.BF16_ROWS)
+        if not (self.spec.tied_embeddings and exact):
+            return
+        states = self.buffers.float_states
+        operation = Refine(
+            stride=stride,
+            vocabulary=self.spec.vocab_size,
+            states=_address(states),
+            states_stride=states.strides[0],
+            table=table.address,
+            table_format=table.format,
+            row_bytes=table.stride,
+            size=self.spec.hidden_size,
+            bias=_address(self.model.head.bias),
+            margin=_REFINED_MARGIN,
+        )
+        self._add(operation, Rows.LOGITS)
 
 
 def _address(array: np.ndarray | None) -> int:

@@ -8,13 +8,15 @@ from torch import Tensor
 
 from slipstream.engine import pooling, sampler, scores
 from slipstream.engine.cache.host_cache import HostCache
-from slipstream.engine.cpu.adapter_parts import StepParts, as_tensor
+from slipstream.engine.cpu.adapter_parts import StepParts
 from slipstream.engine.cpu.model import CpuModel
 from slipstream.engine.cpu.program import Buffers, Cache, ProgramWriter, Segment
-from slipstream.engine.plan import StepPlan
+from slipstream.engine.handle import Handle
+from slipstream.engine.plan import StepPlan, sampling_places
 from slipstream.engine.rows import Rows
-from slipstream.engine.runner import Handle, copy_blocks, sampling_places
+from slipstream.engine.with_torch.runner import copy_blocks
 from slipstream.kernels.adapters import AdapterPages, CpuStepAdapters
+from slipstream.kernels.attention_rule import cache_shape
 from slipstream.kernels.cpu.layout import CHUNK, PART_FLOATS, TILE_LANES
 from slipstream.kernels.cpu.memory import aligned
 from slipstream.kernels.cpu.objects import Code
@@ -41,9 +43,9 @@ class CpuRunner:
     ) -> None:
         self.model = model
         self.block_tokens = block_tokens
-        self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
+        self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens))
         slots = (total_blocks + 1) * block_tokens  # with the null block
-        self.cache = model.new_cache(slots)
+        self.cache = new_cache(model, slots)
         self.host: HostCache | None = None  # host memory for evicted blocks
         self.adapters: AdapterPages | None = None  # None until the first adapter is loaded
         self._steps = Steps(model, code, threads, self.cache)
@@ -90,17 +92,16 @@ class CpuRunner:
             best = self._steps.likeliest(count)
             sampled = sampler.Sampled(best.tokens[chosen], best.logits[chosen], None, [])
             self.rows.tokens[rows, lengths] = sampled.tokens  # the next step reads them
-            return Handle(sampled, [], pooled)
+            return Handle(sampled, self.rows, [], pooled)
         logits = self._steps.logits(count)
         prompts = scores.prompt_logits(logits, selection, self.rows)
         if selection.samples is not None:
-            logits = logits[torch.from_numpy(selection.samples)]
+            logits = logits[selection.samples]
         if not rows:
-            return Handle(None, prompts, pooled)
-        deterministic = self.model.options.deterministic
-        sampled = sampler.sample(logits, rows, lengths, self.rows, deterministic)
+            return Handle(None, self.rows, prompts, pooled)
+        sampled = sampler.sample(logits, rows, lengths, self.rows)
         self.rows.tokens[rows, lengths] = sampled.tokens
-        return Handle(sampled, prompts, pooled)
+        return Handle(sampled, self.rows, prompts, pooled)
 
     def _step_adapters(self, plan: StepPlan) -> CpuStepAdapters | None:
         if self.adapters is None:
@@ -117,6 +118,13 @@ class CpuRunner:
         self._steps.team.close()
 
 
+def new_cache(model: CpuModel, slots: int) -> Tensor:
+    """Return an empty cache for the keys and values of all layers, in attention's layout."""
+    spec = model.spec
+    shape = cache_shape(spec.layers, slots, spec.kv_heads, spec.head_size)
+    return torch.zeros(shape, dtype=getattr(torch, model.dtype))
+
+
 class LikeliestTokens:
     """The likeliest token of each row, and its logit."""
 
@@ -124,8 +132,8 @@ class LikeliestTokens:
         """tokens, logits: of each part of the vocabulary, [rows, parts]"""
         part = logits.argmax(axis=1)
         rows = np.arange(len(part))
-        self.tokens = torch.from_numpy(tokens[rows, part])
-        self.logits = torch.from_numpy(logits[rows, part])
+        self.tokens = tokens[rows, part]
+        self.logits = logits[rows, part]
 
 
 class Steps:
@@ -148,7 +156,7 @@ class Steps:
         self._logits = aligned(0).view(np.float32)
         self._parts = aligned(0)
         self._tokens = 0
-        self._embeddings: Tensor | None = None
+        self._embeddings: np.ndarray | None = None
         self._reserve(_FIRST_TOKENS)
 
     def _reserve(self, tokens: int) -> None:
@@ -181,11 +189,11 @@ class Steps:
         total = int(ends[-1])
         if total > self._buffers.tokens:
             self._reserve(max(total, min(2 * self._buffers.tokens, 512)))
-        tables = np.asarray(rows.tables)
+        tables = rows.tables
         row_of_token = np.repeat(row_of_entry, counts)
         position_of_token = np.arange(total) + np.repeat(positions - (ends - counts), counts)
         blocks = tables[row_of_token, position_of_token // block_tokens].astype(np.int64)
-        token_ids = np.asarray(rows.tokens)[row_of_token, position_of_token]
+        token_ids = rows.tokens[row_of_token, position_of_token]
         self._context[Context.TOKENS] = self._tokens = total
         self._context[Context.BLOCK_TOKENS] = block_tokens
         self._set(Context.TOKEN_IDS, token_ids)
@@ -195,15 +203,15 @@ class Steps:
         addresses = tables.ctypes.data + row_of_entry * tables.strides[0]
         self._plan_attention(positions, counts, ends - counts, addresses)
 
-    def _set_embeddings(self, given: tuple[Tensor, Tensor] | None) -> None:
+    def _set_embeddings(self, given: tuple[np.ndarray, np.ndarray] | None) -> None:
         self._context[Context.EMBEDDINGS] = 0
         if given is None:
             return
         tokens, values = given
-        self._embeddings = values.contiguous()
+        self._embeddings = np.ascontiguousarray(values)
         addresses = np.zeros(self._tokens, dtype=np.int64)
-        row_bytes = self._embeddings.stride(0) * 4
-        addresses[tokens.numpy()] = self._embeddings.data_ptr() + np.arange(len(tokens)) * row_bytes
+        row_bytes = self._embeddings.strides[0]
+        addresses[tokens] = self._embeddings.ctypes.data + np.arange(len(tokens)) * row_bytes
         self._set(Context.EMBEDDINGS, addresses)
 
     def _plan_attention(
@@ -255,7 +263,7 @@ class Steps:
         """Compute the step. wanted: tokens whose final states are computed; logits: how many of
         them, from the first on, have logits
         """
-        width = self._model.head.packed.outputs
+        width = self._model.head.outputs
         if logits * width > self._logits.size:
             self._logits = aligned(logits * width * 4).view(np.float32)
         self._set(Context.SAMPLE_TOKENS, np.ascontiguousarray(wanted, dtype=np.int64))
@@ -273,16 +281,16 @@ class Steps:
             else:
                 segment(parts)
 
-    def logits(self, rows: int) -> Tensor:
+    def logits(self, rows: int) -> np.ndarray:
         """Return the logits of a step, float32 [rows, vocab]. The next step overwrites them."""
-        width = self._model.head.packed.outputs
-        found = torch.from_numpy(self._logits[: rows * width].reshape(rows, width))
+        width = self._model.head.outputs
+        found = self._logits[: rows * width].reshape(rows, width)
         return found[:, : self._model.spec.vocab_size]
 
-    def states(self, first: int, count: int) -> Tensor:
-        """Return final states of a step, from the sample `first` on: [count, hidden]."""
-        states = as_tensor(self._buffers.states)[first : first + count]
-        return states[:, : self._model.spec.hidden_size].clone()
+    def states(self, first: int, count: int) -> np.ndarray:
+        """Return final states of a step, from the sample `first` on: float32 [count, hidden]."""
+        states = self._buffers.float_states[first : first + count]
+        return states[:, : self._model.spec.hidden_size].copy()
 
     def likeliest(self, rows: int) -> LikeliestTokens:
         """Return the likeliest token of the first rows with logits."""

@@ -28,14 +28,12 @@ _OTHER_OPTIONS = {
 }
 
 
-def unsupported(spec: ModelSpec, dtype: str, ranks: int, quantised: bool) -> str:
+def unsupported(spec: ModelSpec, dtype: str, ranks: int) -> str:
     """Return why the compiled path cannot run this model; empty: it can."""
     if ranks > 1:
         return f"the model is divided among {ranks} ranks"
     if dtype not in DTYPES:
         return f"activations are {dtype}"
-    if quantised:
-        return "weights are quantised"
     if spec.head_size % LANES or spec.head_size > MOST_HEAD_SIZE:
         return (
             f"heads have {spec.head_size} elements, not a multiple of {LANES} up to "

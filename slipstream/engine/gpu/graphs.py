@@ -160,7 +160,7 @@ class DecodeGraphs:
     def capture(self, largest: int, progress: Callable[[int], None], logit_rows: int = 0) -> None:
         """Capture steps of up to `largest` rows. logit_rows: rows of logits that others need"""
         shape = (max(largest, logit_rows), self.model.spec.vocab_size)
-        self.logits = torch.empty(shape, dtype=torch.float32, device=self.rows.device)
+        self.logits = torch.empty(shape, dtype=torch.float32, device=self.rows.tokens.device)
         # The largest comes first: the others fit into its memory.
         for done, size in enumerate(reversed(batch_sizes(largest))):
             self._graphs[size] = self._capture(size)
@@ -208,7 +208,7 @@ class DecodeGraphs:
     def _buffers(self, size: int) -> DecodeBuffers:
         kv_heads = self.model.spec.kv_heads
         buffers = DecodeBuffers(
-            size, kv_heads, self.resident_ctas, self.rows.padding_row, self.rows.device
+            size, kv_heads, self.resident_ctas, self.rows.padding_row, self.rows.tokens.device
         )
         buffers.fill([], [])
         return buffers

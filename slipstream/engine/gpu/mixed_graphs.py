@@ -200,7 +200,7 @@ class MixedGraphs:
         """Run the steps that are captured for every model."""
         for size in SIZES:
             shape = (size.logits, self.model.spec.vocab_size)
-            logits = torch.empty(shape, dtype=torch.float32, device=self.rows.device)
+            logits = torch.empty(shape, dtype=torch.float32, device=self.rows.tokens.device)
             self._run(self._buffers(size), logits)
 
     def _buffers(self, size: MixedSize) -> MixedBuffers:
@@ -209,7 +209,7 @@ class MixedGraphs:
             self.model.spec.kv_heads,
             self.resident_ctas,
             self.rows.padding_row,
-            self.rows.device,
+            self.rows.tokens.device,
         )
         nothing = np.zeros(0, dtype=np.int64)
         buffers.fill(nothing, nothing, nothing, nothing)

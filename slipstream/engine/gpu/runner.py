@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine import pooling, sampler, scores
+from slipstream.engine import pooling, scores
 from slipstream.engine.cache.host_cache import HostCache
+from slipstream.engine.gpu import sampler
+from slipstream.engine.gpu.device_arrays import DeviceArrays
 from slipstream.engine.gpu.graphs import DecodeGraphs, batch_sizes
+from slipstream.engine.gpu.handle import GpuHandle
 from slipstream.engine.gpu.mixed_graphs import MixedGraphs, sizes_to_capture
 from slipstream.engine.gpu.sampling_rows import SamplingRows
+from slipstream.engine.gpu.scores import prompt_logits
 from slipstream.engine.gpu.step_arrays import (
     EMPTY,
     StepArrays,
@@ -23,11 +27,11 @@ from slipstream.engine.gpu.step_arrays import (
     sort_rows,
     to_device_arrays,
 )
-from slipstream.engine.messages import Scores
-from slipstream.engine.plan import StepFailed, StepPlan, StepResult
+from slipstream.engine.plan import StepFailed, StepPlan, sampling_places
 from slipstream.engine.rows import Rows
-from slipstream.engine.runner import copy_blocks, sampling_places
-from slipstream.engine.transfer import list_to_device, to_device
+from slipstream.engine.sampler import Sampled
+from slipstream.engine.with_torch.runner import copy_blocks
+from slipstream.engine.with_torch.transfer import list_to_device, to_device
 from slipstream.kernels import packed_cache
 from slipstream.kernels.adapters import AdapterPages
 from slipstream.kernels.gpu.adapters import TILE_TOKENS, GpuStepAdapters, Tiles, cut_adapter_tiles
@@ -40,50 +44,6 @@ from slipstream.kernels.gpu.sampling.table import Drawn
 from slipstream.kernels.gpu.step import step_inputs, write_back
 from slipstream.kernels.gpu.unpacked_kv import UnpackedKv, plan_unpacking, unpacking_pays
 from slipstream.model.transformer import Step, Transformer
-
-
-class GpuHandle:
-    """A launched plan. Its tokens travel to the host while the next plan is made."""
-
-    def __init__(
-        self,
-        sampled: sampler.Sampled | None,
-        prompts: Sequence[scores.PromptLogits] = (),
-        pooled: Sequence[pooling.Pooled] = (),
-    ) -> None:
-        self._sampled = sampled
-        self._prompts = prompts
-        self._pooled = pooled
-        if sampled is not None:
-            self._tokens = _to_host(sampled.tokens)
-            self._best = _to_host(sampled.best)
-            self._log_probs = None if sampled.log_probs is None else _to_host(sampled.log_probs)
-            self._top = [
-                (index, _to_host(tokens), _to_host(values)) for index, tokens, values in sampled.top
-            ]
-            self._likeliest = sampled.likeliest
-            if self._likeliest is not None:
-                self._likeliest = self._likeliest._replace(top=_to_host(self._likeliest.top))
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def result(self) -> StepResult:
-        if self._sampled is None:
-            return StepResult(tokens=[], prompt_scores=self._prompt_scores())
-        self._event.synchronize()
-        moved = self._sampled._replace(
-            tokens=self._tokens,
-            best=self._best,
-            log_probs=self._log_probs,
-            top=self._top,
-            likeliest=self._likeliest,
-        )
-        result = sampler.to_result(moved)
-        result.prompt_scores = self._prompt_scores()
-        return result
-
-    def _prompt_scores(self) -> dict[int, Scores]:
-        return scores.to_scores(self._prompts) | pooling.to_pooled_scores(self._pooled)
 
 
 class GpuRunner:
@@ -102,7 +62,9 @@ class GpuRunner:
             group, model.spec.head_size
         )
         self.resident_ctas = count_resident_ctas(model.device, one_warp)
-        self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
+        self.rows = Rows(
+            max_rows, max_tokens + 1, -(-max_tokens // block_tokens), DeviceArrays(model.device)
+        )
         self.sampling = SamplingRows(
             max_rows + 1, model.spec.vocab_size, model.device, model.options.deterministic
         )
@@ -194,7 +156,8 @@ class GpuRunner:
             adapters = (self.adapters, self._row_pages)
         outputs = self.graphs.replay(plan.rows, plan.positions, adapters)
         lengths = [position + 1 for position in plan.positions]
-        return GpuHandle(self._finish(outputs.drawn, outputs.logits, plan.rows, lengths))
+        sampled = self._finish(outputs.drawn, outputs.logits, plan.rows, lengths)
+        return GpuHandle(sampled, self.rows)
 
     def _run(self, plan: StepPlan) -> GpuHandle:
         """Run a step that is not a decode step."""
@@ -205,9 +168,9 @@ class GpuRunner:
             step.rows.tolist(), step.positions, step.counts, samples, self.rows, step.order, drafts
         )
         logits, pooled = self._forward(step, selection)
-        prompts = scores.prompt_logits(logits, selection, self.rows)
+        prompts = prompt_logits(logits, selection, self.rows)
         if not samples.any():
-            return GpuHandle(None, prompts, pooled)
+            return GpuHandle(None, self.rows, prompts, pooled)
         if selection.samples is not None:
             logits = logits[to_device(selection.samples, self.model.device)]
         sampled_rows, lengths = sampling_places(plan, step.order)
@@ -217,7 +180,8 @@ class GpuRunner:
         sampled = self._finish(drawn, logits, sampled_rows, lengths)
         # Last: the samples after draft tokens depend on those, which are replaced here.
         write_back(row, length, drawn.tokens, self.rows.tokens)
-        return GpuHandle(_in_plan_order(sampled, step.order, plan), prompts, pooled)
+        in_order = _in_plan_order(sampled, step.order, plan)
+        return GpuHandle(in_order, self.rows, prompts, pooled)
 
     def _forward(
         self, step: StepRows, selection: scores.LogitSelection
@@ -236,7 +200,7 @@ class GpuRunner:
         tokens = np.concatenate([selection.tokens, pools.tokens])
         made = self._step(rows, step.positions, counts, tokens, embeddings)
         logits, states = self.model.logits_and_states(made, self.cache, len(selection.tokens))
-        return logits, pooling.pool_states(states, pools, self.rows, self.model.score)
+        return logits, pooling.pool_states(states.float(), pools, self.rows, self.model.score)
 
     def _logits(self, step: StepRows, selection: scores.LogitSelection) -> Tensor:
         """Compute the logits of a step, by a captured graph where one fits: [selected, vocab]."""
@@ -425,9 +389,7 @@ class GpuRunner:
             rows = to_device(np.array([start.row for start in plan.starts]), self.model.device)
             self._row_pages[rows] = to_device(lines, self.model.device)
 
-    def _finish(
-        self, drawn: Drawn, logits: Tensor, rows: list[int], lengths: list[int]
-    ) -> sampler.Sampled:
+    def _finish(self, drawn: Drawn, logits: Tensor, rows: list[int], lengths: list[int]) -> Sampled:
         """Return what the rows of a step sampled: what the kernels drew, and the tokens of rows
         that the kernels do not serve. Those rows' logits [samples, vocab] are still the model's.
         """
@@ -441,7 +403,7 @@ class GpuRunner:
         )
         likeliest = self.sampling.find_likeliest(drawn, rows)
         if not chosen:
-            return sampler.Sampled(drawn.tokens, drawn.best, log_probs, [], likeliest=likeliest)
+            return Sampled(drawn.tokens, drawn.best, log_probs, [], likeliest=likeliest)
         some_rows = [rows[index] for index in chosen]
         some_lengths = [lengths[index] for index in chosen]
         where = list_to_device(chosen, logits.device)
@@ -454,7 +416,7 @@ class GpuRunner:
         if sampled.log_probs is not None:
             drawn.log_probs[where] = sampled.log_probs
             log_probs = drawn.log_probs
-        return sampler.Sampled(
+        return Sampled(
             drawn.tokens,
             drawn.best,
             log_probs,
@@ -464,13 +426,7 @@ class GpuRunner:
         )
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-        tensor, non_blocking=True
-    )
-
-
-def _in_plan_order(sampled: sampler.Sampled, order: list[int], plan: StepPlan) -> sampler.Sampled:
+def _in_plan_order(sampled: Sampled, order: list[int], plan: StepPlan) -> Sampled:
     """Sort results, which are in the order of the step's rows, by plan entry."""
     computed: list[tuple[int, int]] = []  # (plan entry, draft token) of each result
     for entry in order:
@@ -485,7 +441,7 @@ def _in_plan_order(sampled: sampler.Sampled, order: list[int], plan: StepPlan) -
     if likeliest is not None:
         moved = {new_index[index]: found for index, found in likeliest.samples.items()}
         likeliest = likeliest._replace(samples=moved)
-    return sampler.Sampled(
+    return Sampled(
         tokens=sampled.tokens[where],
         best=sampled.best[where],
         log_probs=None if sampled.log_probs is None else sampled.log_probs[where],

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.engine.gpu.sampler import Likeliest
 from slipstream.engine.plan import RowStart, StepPlan
-from slipstream.engine.sampler import Likeliest
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.engine.transfer import PinnedBuffers, to_device
+from slipstream.engine.with_torch.transfer import PinnedBuffers, to_device
 from slipstream.kernels.gpu.launch import pieces
 from slipstream.kernels.gpu.sampling import table as columns
 from slipstream.kernels.gpu.sampling.adjust import adjust

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.plan import StepPlan
-from slipstream.engine.transfer import to_device
+from slipstream.engine.with_torch.transfer import to_device
 from slipstream.kernels.gpu.decode_chunks import CHUNK_FIELDS, DecodePlan
 from slipstream.kernels.gpu.prefill_tiles import PrefillPlan
 

@@ -45,11 +45,12 @@ def _visible(gpus: int) -> str:
     return "1 GPU is visible" if gpus == 1 else f"{gpus} GPUs are visible"
 
 
-def cpu_threads(settings: EngineSettings, cores: int, ranks: int = 1) -> int:
+def cpu_threads(settings: EngineSettings, cores: float, ranks: int = 1) -> int:
     """Return the threads of a rank on a CPU. Replicas divide the cores evenly, and so do their
     ranks.
     """
     if settings.threads is not None:
         return settings.threads
-    own = cores // settings.replicas + (settings.replica < cores % settings.replicas)
+    whole = int(cores)  # a thread on a part of a core would delay all others
+    own = whole // settings.replicas + (settings.replica < whole % settings.replicas)
     return max(1, own // ranks)

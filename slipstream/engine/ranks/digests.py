@@ -35,8 +35,9 @@ class ChangedRows:
         return found
 
     def _digest(self, row: int, tokens: int) -> int:
-        known = self._rows.tokens[row, :tokens].cpu().numpy()
-        table = self._rows.tables[row, : self._rows.blocks[row]].cpu().numpy()
+        download = self._rows.arrays.download
+        known = download(self._rows.tokens[row, :tokens])
+        table = download(self._rows.tables[row, : self._rows.blocks[row]])
         digest = hashlib.blake2b(known.tobytes(), digest_size=_DIGEST_BYTES)
         digest.update(table.tobytes())
         return int.from_bytes(digest.digest(), "big")

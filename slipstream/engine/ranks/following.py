@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from slipstream.engine.adapters.store import AdapterStore
 from slipstream.engine.plan import StepPlan
 from slipstream.engine.ranks.digests import ChangedRows
@@ -19,10 +17,10 @@ from slipstream.engine.ranks.orders import (
     Order,
     RowDigests,
 )
-from slipstream.kernels.adapters import HostAdapter
 
 if TYPE_CHECKING:
     from slipstream.engine.loop import StepRunner
+    from slipstream.kernels.adapters import HostAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +56,26 @@ def follow(
 
 def pack_order(number: int, adapter: HostAdapter) -> AdapterHere:
     """Return the order that carries a follower's part of an adapter."""
+    import torch
+
     values = adapter.values.contiguous().view(torch.uint8).numpy().tobytes()
     runs = [table.numpy().tobytes() for table in adapter.runs]
     dtype = str(adapter.values.dtype).removeprefix("torch.")
     return AdapterHere(number, adapter.rank, dtype, values, runs, adapter.linears)
 
 
-def _unpack(order: AdapterHere, device: torch.device) -> HostAdapter:
+def _unpack(order: AdapterHere, device: str) -> HostAdapter:
     """Return the adapter that an order carries, in pinned memory for a GPU."""
+    import torch
+
+    from slipstream.kernels.adapters import HostAdapter
+
     dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     values = torch.frombuffer(bytearray(order.values), dtype=dtypes[order.dtype])
     runs = [
         torch.frombuffer(bytearray(table), dtype=torch.int32).view(-1, 3) for table in order.runs
     ]
-    if device.type == "cuda":
+    if device.startswith("cuda"):
         values = values.pin_memory()
         runs = [table.pin_memory() for table in runs]
     return HostAdapter(order.rank, values, runs, order.linears)

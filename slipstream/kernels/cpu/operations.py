@@ -38,17 +38,43 @@ class Format(IntEnum):
 
     F32 = 0
     BF16 = 1
-    # bytes with sign, then for each 32 of them: scale, scale × sum (float32), -128 × sum (int32)
+    # Bytes with sign, then five arrays. For each 32 bytes: scale, scale × sum (float32),
+    # -128 × sum (int32). For each 16 bytes: scale × sum, -128 × sum.
     INT8 = 2
+
+
+_ROW_BYTES = {Format.F32: 128, Format.BF16: 64, Format.INT8: 60}  # of 32 elements
+
+
+def row_bytes(kind: Format, width: int) -> int:
+    """Return the bytes of a row of activations; `width` is a multiple of 32."""
+    return width // 32 * _ROW_BYTES[kind]
 
 
 class WeightFormat(IntEnum):
-    """How the weights of 32 outputs are packed; see pack.py."""
+    """How the weights of 32 outputs are packed; see pack.py and pack_levels.py."""
 
     F32 = 0
     BF16 = 1
-    INT8 = 2
-    INT4 = 3
+    INT4 = 2  # scale × level + offset for 32 inputs
+    INT4_HALVES = 3  # the same for 16 inputs
+    INT8 = 4  # scale × level for 32 inputs
+    INT8_OFFSET = 5  # scale × level + offset for 32 inputs
+    INT8_HALVES = 6  # scale × level for 16 inputs
+
+
+class TableFormat(IntEnum):
+    """How embeddings are stored: as packed weights of these formats, or row by row."""
+
+    F32 = WeightFormat.F32
+    BF16 = WeightFormat.BF16
+    INT4 = WeightFormat.INT4
+    INT4_HALVES = WeightFormat.INT4_HALVES
+    INT8 = WeightFormat.INT8
+    INT8_OFFSET = WeightFormat.INT8_OFFSET
+    INT8_HALVES = WeightFormat.INT8_HALVES
+    F32_ROWS = 8
+    BF16_ROWS = 9
 
 
 class Epilogue(IntEnum):
@@ -135,9 +161,9 @@ class Embed(Operation):
     target: int
     target_stride: int
     table: int
-    table_format: int  # a WeightFormat: F32 or BF16, packed as the head's weights
+    table_format: int  # a TableFormat
     size: int
-    block_bytes: int
+    block_bytes: int  # of 32 packed outputs, or of a row
     scale: float
     positions: int  # address of learned positions, float32 [positions, size]; 0: none
 
@@ -254,6 +280,22 @@ class Merge(Operation):
 
 
 @dataclass(frozen=True)
+class Refine(Operation):
+    """Compute the largest logits again from weights that are not quantised."""
+
+    stride: int
+    vocabulary: int
+    states: int  # float32 [rows, size]
+    states_stride: int
+    table: int
+    table_format: int  # F32_ROWS or BF16_ROWS
+    row_bytes: int
+    size: int
+    bias: int  # 0: none
+    margin: float  # logits from the largest one minus this are computed
+
+
+@dataclass(frozen=True)
 class Softcap(Operation):
     source: int  # 0: the logits
     stride: int
@@ -283,6 +325,7 @@ KINDS: tuple[type[Operation], ...] = (
     Merge,
     Softcap,
     Likeliest,
+    Refine,
 )
 
 

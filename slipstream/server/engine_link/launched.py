@@ -26,19 +26,29 @@ class Launcher:
     local_size: str = ""
     local_rank: str = ""
     nodes: str = ""
+    job: str = ""
     also: str = ""  # must be set, too: other programs set the first ones
     one_per_machine: bool = False
 
 
 # The first one that is set counts: mpirun inside of sbatch sets Slurm's variables, too.
 LAUNCHERS = (
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", also="LOCAL_RANK"),
+    Launcher(
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "LOCAL_RANK",
+        job="TORCHELASTIC_RUN_ID",
+        also="LOCAL_RANK",
+    ),
     Launcher(
         "mpirun",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
+        job="OMPI_MCA_ess_base_jobid",
     ),
     # A batch script outside of srun has SLURM_PROCID and SLURM_NTASKS, but no step.
     Launcher(
@@ -48,10 +58,17 @@ LAUNCHERS = (
         "SLURM_STEP_TASKS_PER_NODE",
         "SLURM_LOCALID",
         "SLURM_STEP_NODELIST",
+        "SLURM_JOB_ID",
     ),
     Launcher("PMIx", "PMIX_RANK", "PMIX_SIZE"),
     Launcher("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
-    Launcher("LeaderWorkerSet", "LWS_WORKER_INDEX", "LWS_GROUP_SIZE", one_per_machine=True),
+    Launcher(
+        "LeaderWorkerSet",
+        "LWS_WORKER_INDEX",
+        "LWS_GROUP_SIZE",
+        job="LWS_LEADER_ADDRESS",
+        one_per_machine=True,
+    ),
 )
 RANK_VARIABLES = tuple(launcher.rank for launcher in LAUNCHERS if not launcher.also)
 
@@ -66,6 +83,7 @@ class Launched:
     local_size: int = 1  # processes on this machine
     local_rank: int = 0  # among those
     nodes: str = ""  # the machines, if the launcher names them
+    job: str = ""  # the same in all processes of the launcher, if it has such a name
 
     @property
     def elsewhere(self) -> int:
@@ -85,7 +103,8 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launched:
         local = min(local, size)
         local_rank = min(_number(environment.get(launcher.local_rank)) or 0, local - 1)
         nodes = environment.get(launcher.nodes, "")
-        return Launched(launcher.name, rank, size, local, local_rank, nodes)
+        job = environment.get(launcher.job, "")
+        return Launched(launcher.name, rank, size, local, local_rank, nodes, job)
     size = _number(environment.get(WORLD_SIZE_VARIABLE)) or 1
     return Launched("slipstream launch" if size > 1 else "", 0, size, size)
 

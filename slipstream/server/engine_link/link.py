@@ -10,6 +10,7 @@ end, which runs on an event loop. `engine_end.py` has the engine's end, which bl
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import math
 import os
 import shutil
@@ -35,9 +36,11 @@ from slipstream.engine.messages import (
 from slipstream.engine.request import GenerateRequest
 
 EXIT_WITH_REASON = 70  # exit code of an engine process that has sent `EngineFailed`
-SILENT_SECONDS = 1.25  # longest silence of a process that is ready, if its steps are short
+SILENT_SECONDS = 1.0  # longest silence of a process that is ready, if its steps are short
 _FORGET_SECONDS = 300.0  # time in which half of the longest silence is forgotten
 _BYTES_AT_ONCE = 2 << 20  # bytes of messages that are read before the event loop does other work
+_FOLDER_PREFIX = "slipstream-"
+_LOCK = "lock"  # a file that is locked while its folder is used
 _LONGEST_PATH = 100  # bytes in the path of a Unix socket; the kernel's limit is 107
 
 
@@ -106,6 +109,9 @@ _DECODERS: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(message_type) for kind, message_type in _KINDS.items()
 }
 _ENCODER = msgspec.msgpack.Encoder()
+
+
+_locks: dict[Path, int] = {}  # descriptors of the locked files of this process, by folder
 
 
 class LinkError(Exception):
@@ -262,16 +268,41 @@ def new_socket_path() -> Path:
 
     The path is short enough for a socket.
     """
-    folder = tempfile.mkdtemp(prefix="slipstream-")
+    folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
     if len(folder) > _LONGEST_PATH - len("/engine"):
         os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="slipstream-", dir="/tmp")
+        folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir="/tmp")
+    _lock(Path(folder))
     return Path(folder) / "engine"
 
 
 def remove_socket(path: Path) -> None:
     """Remove a socket and its folder."""
     shutil.rmtree(path.parent, ignore_errors=True)
+    descriptor = _locks.pop(path.parent, None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def remove_left_folders() -> None:
+    """Remove the folders of servers that were killed while their engines loaded."""
+    for place in {tempfile.gettempdir(), "/tmp"}:
+        for lock in Path(place).glob(f"{_FOLDER_PREFIX}*/{_LOCK}"):
+            try:
+                with lock.open("r+b") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(lock.parent, ignore_errors=True)
+            except OSError:
+                continue  # of another user, or of a process that runs
+
+
+def _lock(folder: Path) -> None:
+    """Mark a folder as used, until it is removed or this process ends."""
+    unlocked = folder / f"{_LOCK}.new"
+    descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    unlocked.rename(folder / _LOCK)
+    _locks[folder] = descriptor
 
 
 def describe_exit(code: int) -> str:

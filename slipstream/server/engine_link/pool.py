@@ -82,7 +82,8 @@ class EnginePool:
         return choose_ranks(settings, model.engine_config, gpus, self._launched)
 
     def _create(self, model: EngineModel, settings: EngineSettings) -> PooledEngine:
-        hosts = self._hosts if spans_machines(settings, self._launched) else None
+        gpus = visible_gpus(settings.device)
+        hosts = self._hosts if spans_machines(settings, self._launched, gpus) else None
         ids = request_ids()  # shared: the replica of a request is found by its id
 
         def client(settings: EngineSettings) -> EngineClient:
@@ -112,7 +113,7 @@ class EnginePool:
                 settings = replace(model.settings, **self._settings)
                 config = model.engine_config
                 settings = self._choose(settings, model)
-                spans_machines(settings, self._launched)
+                spans_machines(settings, self._launched, visible_gpus(settings.device))
                 check_ranks(config.spec, config.quantisation, settings.ranks or 1)
             except ValueError as error:
                 raise ValueError(f"{model.name}: {error}") from error
@@ -203,12 +204,14 @@ class EnginePool:
     async def wait_drained(self) -> None:
         await asyncio.gather(*(client.wait_drained() for client in (*self, *self._leaving)))
 
-    async def stop(self) -> None:
+    async def stop(self, patience_seconds: float = 5.0) -> None:
+        """End all processes, at the latest after this time."""
         for task in self._watched:
             task.cancel()
         for start in self._starting.values():
             start.cancel()
-        await asyncio.gather(*(client.stop() for client in (*self, *self._leaving)))
+        clients = (*self, *self._leaving)
+        await asyncio.gather(*(client.stop(patience_seconds) for client in clients))
 
     def kill(self) -> None:
         for client in (*self, *self._leaving):

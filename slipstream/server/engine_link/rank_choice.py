@@ -8,6 +8,7 @@ from dataclasses import replace
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.cluster.division import (
     can_divide,
+    find_local_place,
     gpus_per_process,
     ranks_per_process,
 )
@@ -54,12 +55,15 @@ def _ranks_of_cluster(
     return 1
 
 
-def spans_machines(settings: EngineSettings, launched: Launched) -> bool:
-    """Return whether an engine has ranks on other machines. Raises ValueError if it cannot."""
+def spans_machines(settings: EngineSettings, launched: Launched, gpus: int = 0) -> bool:
+    """Return whether an engine has ranks on other machines. Raises ValueError if it cannot.
+
+    gpus: GPUs that the engine may use on this machine; 0: it runs on a CPU
+    """
     ranks = settings.ranks or 1
     if not launched.elsewhere or ranks <= launched.local_size:
         return False
-    ranks_per_process(ranks, launched.size)
+    find_local_place(launched, gpus, 0, ranks_per_process(ranks, launched.size))
     if settings.devices:
         raise ValueError(
             f"gpu_device_ids names GPUs of one machine, and {ranks} ranks need several: remove it"
@@ -78,11 +82,13 @@ def explain_ranks(name: str, settings: EngineSettings, config: EngineConfig) -> 
     ranks = settings.ranks or 1
     if wanted not in (1, ranks):
         asked = "was started for" if settings.wanted_ranks else "was built for"
+        divided = possible_ranks(config.spec, config.quantisation, wanted) == wanted
         logger.info(
-            "%s %s %d ranks, which need as many GPUs: it runs with %d %s",
+            "%s %s %d ranks, which %s: it runs with %d %s",
             name,
             asked,
             wanted,
+            "need as many GPUs" if divided else "do not divide this model",
             ranks,
             "rank" if ranks == 1 else "ranks",
         )

@@ -39,7 +39,7 @@ def _last_response(status: bytes, problem: bytes) -> bytes:
 
 
 _TOO_SLOW_RESPONSE = _last_response(b"408 Request Timeout", b"the request did not arrive in time")
-_HOST_RESPONSE = _last_response(b"400 Bad Request", b"the request must have one Host header")
+_HOST_RESPONSE = _last_response(b"400 Bad Request", b"the request has more than one Host header")
 
 
 @dataclass(frozen=True)
@@ -281,11 +281,11 @@ class HttpConnection(asyncio.Protocol):
         for name, _ in self._headers:
             if name == b"host":
                 hosts += 1
-        if hosts == 1 or (hosts == 0 and self._parser.get_http_version() == "1.0"):
-            return
+        if hosts <= 1:
+            return  # Triton serves requests without one
         if self._current is None:
             self.write(_HOST_RESPONSE)
-        raise ValueError("the request must have one Host header")
+        raise ValueError("the request has more than one Host header")
 
     def on_chunk_header(self) -> None:
         self._chunks += 1

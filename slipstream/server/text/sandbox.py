@@ -31,6 +31,9 @@ from jinja2.visitor import NodeTransformer
 MAX_CHARS = 4_000_000  # of all output together, and of any one value
 MAX_STEPS = 200_000  # loop turns and calls
 MAX_PARTS = 200_000  # of one nested value that is written out
+MAX_MADE = 128_000_000  # characters and parts of all values together, kept or not
+_PART_CHARS = 16  # characters that a part of a list counts for
+MAX_SEARCHED = 200_000_000  # characters of a text times those of what is searched in it
 MAX_SECONDS = 5.0
 # The same for a rendering on the event loop: about a millisecond.
 BRIEF_CHARS = 8192
@@ -42,6 +45,17 @@ MAX_INTEGER_BITS = 4096
 _REFUSED_METHODS = frozenset(
     {"center", "ljust", "rjust", "zfill", "expandtabs", "translate", "format_map"}
 )
+_SPLITS = frozenset({"split", "rsplit", "splitlines"})
+_SEARCHES = _SPLITS | {
+    "count",
+    "find",
+    "index",
+    "partition",
+    "replace",
+    "rfind",
+    "rindex",
+    "rpartition",
+}
 # Filters that write a whole nested value as text: its size is looked at first.
 _WRITING_FILTERS = frozenset(
     {"tojson", "string", "pprint", "escape", "e", "urlencode", "xmlattr", "upper", "lower"}
@@ -69,14 +83,26 @@ class Budget:
     def __init__(self) -> None:
         self._steps = 0
         self._chars = 0
+        self._made = 0
         self._deadline = time.monotonic() + MAX_SECONDS
 
     def step(self) -> None:
         self._steps += 1
         if self._steps > MAX_STEPS:
             raise BudgetExceeded(f"more than {MAX_STEPS} steps")
-        if self._steps % 64 == 0 and time.monotonic() > self._deadline:
+        if time.monotonic() > self._deadline:
             raise BudgetExceeded(f"more than {MAX_SECONDS:g} seconds")
+
+    def make(self, value: Any) -> Any:
+        """Charge the size of a new value, and return the value."""
+        if hasattr(value, "__len__"):
+            size = len(value)
+            check_size(size)
+            if not isinstance(value, range):
+                self._made += size if isinstance(value, str) else _PART_CHARS * size
+            if self._made > MAX_MADE:
+                raise BudgetExceeded(f"values of more than {MAX_MADE} characters together")
+        return value
 
     def output(self, chars: int) -> None:
         self._chars += chars
@@ -138,7 +164,7 @@ class GenerationTag(Extension):
 
 
 class _Metering(NodeTransformer):
-    """Rewrites a parsed template so that loops, `~` and plain text pass through the sandbox."""
+    """Rewrites a parsed template so that the sandbox sees its loops, slices, `~` and plain text."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -148,6 +174,10 @@ class _Metering(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
         self.generic_visit(node)
         return _through("_joined", nodes.List(node.nodes, lineno=node.lineno))
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        self.generic_visit(node)
+        return _through("_made", node) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Expr:
         return _through("_plain", nodes.Const(node.data, lineno=node.lineno))
@@ -171,16 +201,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         self.budget = Budget()
         self.filters = {
-            name: _guarded(name, f)
+            name: self._guarded(name, f)
             for name, f in self.filters.items()
             if name not in _REFUSED_FILTERS
         }
         self.filters |= {
-            "tojson": _guarded("tojson", _to_json),
+            "tojson": self._guarded("tojson", _to_json),
             "replace": _replace,
             "join": self._join,
         }
-        self.filters |= {"_counted": self._counted, "_joined": _joined, "_plain": lambda text: text}
+        self.filters |= {
+            "_counted": self._counted,
+            "_made": self._made,
+            "_joined": self._joined,
+            "_plain": lambda text: text,
+        }
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
@@ -211,7 +246,29 @@ class Sandbox(ImmutableSandboxedEnvironment):
             parts.append(str(part))
             size += len(parts[-1]) + len(str(separator))
             check_size(size)
-        return str(separator).join(parts)
+        return str(self.budget.make(str(separator).join(parts)))
+
+    def _made(self, value: Any) -> Any:
+        return self.budget.make(value)
+
+    def _joined(self, parts: list[Any]) -> str:
+        check_weight(parts)
+        return str(self.budget.make("".join(map(str, parts))))
+
+    def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a filter whose numbers, text and result are checked."""
+
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            for value in (*args[1:], *kwargs.values()) if name in _SIZED_FILTERS else ():
+                size = len(value) if isinstance(value, str) else value
+                if isinstance(size, int) and size > _SIZED_FILTERS[name]:
+                    raise BudgetExceeded(f"the filter '{name}' with {size}")
+            if name in _WRITING_FILTERS:
+                check_weight(args)
+            return self.budget.make(function(*args, **kwargs))
+
+        return guarded
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         refused = isinstance(obj, str) and attr in _REFUSED_METHODS
@@ -228,7 +285,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             )
         elif operator == "%" and isinstance(left, str):
             _check_format(left, right)
-        return super().call_binop(context, operator, left, right)
+        return self.budget.make(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         formatted = super().wrap_str_format(value)
@@ -247,10 +304,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(__callable, "__self__", None)
         if isinstance(owner, str):
             _check_text_method(owner, __callable.__name__, args)
-        result = super().call(__context, __callable, *args, **kwargs)
-        if hasattr(result, "__len__"):
-            check_size(len(result))
-        return result
+        return __self.budget.make(super().call(__context, __callable, *args, **kwargs))
 
 
 @functools.lru_cache(maxsize=256)
@@ -268,23 +322,9 @@ def render(source: str, variables: dict[str, Any], brief: bool = False) -> str:
     return template.render(variables)
 
 
-def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter whose numbers, text and result are checked."""
-
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args[1:], *kwargs.values()) if name in _SIZED_FILTERS else ():
-            size = len(value) if isinstance(value, str) else value
-            if isinstance(size, int) and size > _SIZED_FILTERS[name]:
-                raise BudgetExceeded(f"the filter '{name}' with {size}")
-        if name in _WRITING_FILTERS:
-            check_weight(args)
-        result = function(*args, **kwargs)
-        if hasattr(result, "__len__"):
-            check_size(len(result))
-        return result
-
-    return guarded
+def _check_parts(parts: int) -> None:
+    if parts > MAX_PARTS:
+        raise BudgetExceeded(f"a text of more than {MAX_PARTS} parts")
 
 
 def _product_size(left: Any, right: Any) -> int:
@@ -303,6 +343,13 @@ def _check_format(pattern: str, values: Any) -> None:
 
 
 def _check_text_method(owner: str, name: str, args: tuple[Any, ...]) -> None:
+    if name in _SEARCHES and args and isinstance(args[0], str):
+        if len(owner) * len(args[0]) > MAX_SEARCHED:
+            raise BudgetExceeded(f"'{name}' with {len(args[0])} characters in {len(owner)}")
+        if name in _SPLITS and args[0]:
+            _check_parts(owner.count(args[0]) + 1)
+    elif name in _SPLITS:  # at white space
+        _check_parts(len(owner) // 2)
     if (
         name == "replace"
         and len(args) >= 2
@@ -322,11 +369,6 @@ def _replace(text: Any, old: str, new: str, count: int | None = None) -> str:
     new = str(new)
     check_size(len(whole) + whole.count(old) * len(new))
     return whole.replace(old, new, -1 if count is None else count)
-
-
-def _joined(parts: list[Any]) -> str:
-    check_weight(parts)
-    return "".join(map(str, parts))
 
 
 def _to_json(

@@ -28,6 +28,7 @@ from slipstream.server.text.stream import (
 )
 from slipstream.server.text.threads import LARGE_SIZE, THREAD_ABOVE_SIZE
 
+_LONGEST_REASON = 300  # characters of an error of the library
 _GPT2_END = "<|endoftext|>"  # bos, eos and unk token of GPT-2, unless configured otherwise
 WORD_MARK = "▁"  # SentencePiece's space
 # ModelProto.normalizer_spec.add_dummy_prefix = false, as protobuf. Appended to a model, it replaces
@@ -52,7 +53,13 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as problem:  # the library raises bare Exception for every kind of bad file
-        raise TokenizerError(f"{path} is not a tokenizer file: {problem}") from problem
+        raise TokenizerError(f"{path} is not a tokenizer file: {_brief(problem)}") from problem
+
+
+def _brief(problem: Exception) -> str:
+    """Return the beginning of an error of the library, which may quote the whole file."""
+    text = " ".join(str(problem)[: 2 * _LONGEST_REASON].split())
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
 
 
 def _gpt2_backend(folder: TokenizerFolder) -> JsonBackend:
@@ -69,7 +76,7 @@ def _gpt2_backend(folder: TokenizerFolder) -> JsonBackend:
         )
     except Exception as problem:  # as above
         raise TokenizerError(
-            f"{folder.path}: vocab.json or merges.txt is damaged: {problem}"
+            f"{folder.path}: vocab.json or merges.txt is damaged: {_brief(problem)}"
         ) from problem
     tokenizer = tokenizers.Tokenizer(model)
     prefix_space = bool(folder.config.get("add_prefix_space", False))

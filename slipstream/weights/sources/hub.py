@@ -6,6 +6,7 @@ downloaded.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from slipstream.model.families.registry import find_family
-from slipstream.weights.home import hugging_face_cache, hugging_face_home
+from slipstream.weights.home import hugging_face_cache, hugging_face_home, no_space
 from slipstream.weights.sources.hf_folder import HuggingFaceFolder, read_json
 from slipstream.weights.sources.source import SourceError
 from slipstream.weights.stream import Progress, no_progress
@@ -140,6 +141,8 @@ def _explanation(error: Exception) -> str | None:
     """Return a remedy for an error of the hub, or None for any other error."""
     from huggingface_hub import errors
 
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return no_space(hugging_face_cache(), "HF_HOME")
     if isinstance(error, errors.GatedRepoError):
         return (
             "access to this model must be requested: accept its licence on its page at the hub, "

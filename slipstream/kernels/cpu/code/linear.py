@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.kernels.cpu.code.body import Body
+from slipstream.kernels.cpu.code.integers import integer_tile
 from slipstream.kernels.cpu.compiler import vectors as v
 from slipstream.kernels.cpu.compiler.function import Function, Module, Variable
 from slipstream.kernels.cpu.compiler.levels import Level
 from slipstream.kernels.cpu.compiler.values import F32, I32, I64, LANES, VF32, VI32, Value
 from slipstream.kernels.cpu.layout import BLOCK
+from slipstream.kernels.cpu.levels import LAYOUT_OF
 from slipstream.kernels.cpu.operations import (
     ACTIVATIONS,
     Context,
@@ -25,18 +27,21 @@ from slipstream.kernels.cpu.operations import (
 )
 
 _HALVES = (0, 1)  # vectors of a block's outputs
+_INTEGER_ROWS = 4  # of a tile of quantised weights: more need registers that there are not
 
 
 def most_rows(kind: WeightFormat, level: Level) -> int:
     """Return the rows of a tile whose accumulators fit the registers."""
     registers = level.registers * level.vector_bits // (LANES * 32)  # of 16 lanes
     if registers >= 32:
-        return 4 if kind in (WeightFormat.INT8, WeightFormat.INT4) else 12
+        return _INTEGER_ROWS if kind in LAYOUT_OF else 12
     return max(1, (registers - 2) // 2)
 
 
 def tile(module: Module, kind: WeightFormat, rows: int) -> Function:
     """Return the function (weights, x, x_stride, target, inputs) that computes [rows, 32]."""
+    if kind in LAYOUT_OF:
+        return integer_tile(module, LAYOUT_OF[kind], rows)
     f = module.function(f"tile_{kind.name.lower()}_{rows}", 5)
     _, _, _, target, _ = f.parameters
     totals = f.accumulators(rows, len(_HALVES))
@@ -75,19 +80,18 @@ def _bf16_inputs(f: Function, totals: Sequence[Sequence[Variable]]) -> None:
 
 
 def linear(module: Module) -> Function:
-    formats = (WeightFormat.F32, WeightFormat.BF16)
-    most = {kind: most_rows(kind, module.level) for kind in formats}
+    most = {kind: most_rows(kind, module.level) for kind in WeightFormat}
     tiles = [
         (kind * 16 + rows, tile(module, kind, rows))
-        for kind in formats
+        for kind in WeightFormat
         for rows in range(1, most[kind] + 1)
     ]
     finish = _epilogue(module)
     body = Body(module, Linear)
     f = body.f
     kind = body["weight_format"]
-    limit = f.variable(I64, most[formats[0]])
-    for other in formats[1:]:
+    limit = f.variable(I64, most[WeightFormat.F32])
+    for other in WeightFormat:
         with f.when(kind.equals(int(other))):
             limit.set(most[other])
     rows = body.rows()

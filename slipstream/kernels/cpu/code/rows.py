@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slipstream.kernels.cpu.code.body import Body
+from slipstream.kernels.cpu.code.integers import read_row
 from slipstream.kernels.cpu.compiler import vectors as v
 from slipstream.kernels.cpu.compiler.function import Function, Module
 from slipstream.kernels.cpu.compiler.values import (
@@ -18,6 +19,7 @@ from slipstream.kernels.cpu.compiler.values import (
     vector,
 )
 from slipstream.kernels.cpu.layout import BLOCK, GROUP, PART_FLOATS, SINGLE_PARTS
+from slipstream.kernels.cpu.levels import LAYOUTS
 from slipstream.kernels.cpu.operations import (
     Context,
     Copy,
@@ -27,8 +29,8 @@ from slipstream.kernels.cpu.operations import (
     Merge,
     Norm,
     Softcap,
+    TableFormat,
     Thread,
-    WeightFormat,
 )
 
 MINUS_INFINITY = float("-inf")
@@ -63,30 +65,63 @@ def _quantise(f: Function, source: Value, target: Value, width: Value) -> None:
         for half, numbers in enumerate(rounded):
             f.store(numbers.to(vector(I8)), target + group * GROUP + LANES * half)
         name = "llvm.vector.reduce.add.v16i32"
-        total = f.intrinsic(I32, name, rounded[0] + rounded[1])
+        sums = [f.intrinsic(I32, name, numbers) for numbers in rounded]
+        total = sums[0] + sums[1]
         place = target + width + group * 4
         f.store(scale, place)
         f.store(scale * total.to(F32), place + groups * 4)
         f.store(total * -128, place + groups * 8)
+        for half, part in enumerate(sums):
+            place = target + width + groups * 12 + group * 8 + half * 4
+            f.store(scale * part.to(F32), place)
+            f.store(part * -128, place + groups * 8)
+
+
+def _read_packed(module: Module, kind: TableFormat) -> Function:
+    """Return the function (block, output, size, target) that writes the weights of an output."""
+    f = module.function(f"read_{kind.name.lower()}", 4)
+    block, output, size, target = f.parameters
+    place = block + output * 4
+    if kind is TableFormat.F32:
+        with f.range(0, size) as i:
+            f.store(f.load(F32, place + i * (4 * BLOCK), 4), target + i * 4)
+        return f
+    with f.range(0, (size + 1) // 2) as i:
+        pair = f.load(I32, place + i * (4 * BLOCK), 4)
+        f.store((pair << 16).bits(F32), target + i * 8)
+        f.store((pair & -65536).bits(F32), target + i * 8 + 4)
+    return f
+
+
+def _read_by_row(module: Module, kind: TableFormat) -> Function:
+    """Return the function (row, size, target)."""
+    f = module.function(f"read_{kind.name.lower()}", 3)
+    row, size, target = f.parameters
+    with f.range(0, size) as i:
+        if kind is TableFormat.F32_ROWS:
+            value = f.load(F32, row + i * 4, 4)
+        else:
+            value = (f.load(I16, row + i * 2, 2).unsigned_to(I32) << 16).bits(F32)
+        f.store(value, target + i * 4)
+    return f
 
 
 def embed(module: Module) -> Function:
+    plain = [TableFormat.F32, TableFormat.BF16]
+    packed = [(int(kind), _read_packed(module, kind)) for kind in plain]
+    packed += [(int(layout.format), read_row(module, layout)) for layout in LAYOUTS]
+    rows = [TableFormat.F32_ROWS, TableFormat.BF16_ROWS]
+    by_row = [(int(kind), _read_by_row(module, kind)) for kind in rows]
     body = Body(module, Embed)
     f = body.f
     size = body["size"]
-    is_bf16 = body["table_format"].equals(int(WeightFormat.BF16))
+    kind = body["table_format"]
     with body.units(body.rows()) as row:
         target = body["target"] + row * body["target_stride"]
         token = f.load(I64, body.step(Context.TOKEN_IDS) + row * 8, 8)
-        place = body["table"] + token // BLOCK * body["block_bytes"] + token % BLOCK * 4
-        with f.when(is_bf16) as branch:
-            with f.range(0, (size + 1) // 2) as i:
-                pair = f.load(I32, place + i * (4 * BLOCK), 4)
-                f.store((pair << 16).bits(F32), target + i * 8)
-                f.store((pair & -65536).bits(F32), target + i * 8 + 4)
-        with branch.otherwise():
-            with f.range(0, size) as i:
-                f.store(f.load(F32, place + i * (4 * BLOCK), 4), target + i * 4)
+        block = body["table"] + token // BLOCK * body["block_bytes"]
+        f.choose(kind, packed, block, token % BLOCK, size, target)
+        f.choose(kind, by_row, body["table"] + token * body["block_bytes"], size, target)
         given = body.step(Context.EMBEDDINGS)
         with f.when(given.differs(0)):
             source = f.load(I64, given + row * 8, 8)

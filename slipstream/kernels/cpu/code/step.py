@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.kernels.cpu.code import attention, linear, prompt_attention, rope, rows
+from slipstream.kernels.cpu.code import attention, linear, prompt_attention, refine, rope, rows
 from slipstream.kernels.cpu.compiler.function import Function, Module
 from slipstream.kernels.cpu.compiler.levels import Level
 from slipstream.kernels.cpu.compiler.values import I64, Value
@@ -18,6 +18,7 @@ from slipstream.kernels.cpu.operations import (
     Linear,
     Merge,
     Norm,
+    Refine,
     Rope,
     Softcap,
     Team,
@@ -49,6 +50,7 @@ def write_module(level: Level) -> str:
         Merge: rows.merge(module, write, singles.join, singles.finish),
         Softcap: rows.softcap(module),
         Likeliest: rows.likeliest(module),
+        Refine: refine.refine(module),
     }
     wait = _barrier(module)
     run = _run(module, [(number, code[kind]) for number, kind in enumerate(KINDS)], wait)

@@ -175,17 +175,41 @@ def dot_bf16(f: Function, total: Value, left: Value, right: Value) -> Value:
     return fma(f, (left & high).bits(VF32), (right & high).bits(VF32), low)
 
 
-def dot_int8(f: Function, total: Value, left: Value, right: Value) -> Value:
-    """Return total + the products of four bytes; left has bytes without sign, right with sign."""
+def dot_int8(f: Function, total: Value, left: Value, right: Value, four_bits: bool) -> Value:
+    """Return total + the products of four bytes; left has bytes without sign, right with sign.
+
+    four_bits: the bytes of left are at most 15
+    """
     if f.level.int8_dot:
         name = "llvm.x86.avx512.vpdpbusd.512"
         return f.intrinsic(VI32, name, total, left.bits(_V64I8), right.bits(_V64I8))
-    for shift in (24, 16, 8, 0):
-        # arithmetic shifts keep the sign of the right byte
-        own = (left << shift) >> 24
-        sign = _shift_signed(f, right << shift, 24)
-        total = total + own * sign
-    return total
+    if f.level.machine != "x86_64":
+        for shift in (24, 16, 8, 0):
+            # arithmetic shifts keep the sign of the right byte
+            total = total + ((left << shift) >> 24) * _shift_signed(f, right << shift, 24)
+        return total
+    if four_bits:
+        return total + _multiply_small(f, left, right)
+    # Sums of two products of whole bytes would not fit 16 bits: take the halves of the bytes.
+    low = _multiply_small(f, left & 0x0F0F0F0F, right)
+    high = _multiply_small(f, (left >> 4) & 0x0F0F0F0F, right)
+    return total + low + (high << 4)
+
+
+def _multiply_small(f: Function, left: Value, right: Value) -> Value:
+    """Return the products of four bytes; those of left are at most 15."""
+    if f.level.vector_bits == 512:
+        sums = vector(I16, 32)
+        bytes_of = [value.bits(_V64I8) for value in (left, right)]
+        pairs = f.intrinsic(sums, "llvm.x86.avx512.pmaddubs.w.512", *bytes_of)
+        return f.intrinsic(VI32, "llvm.x86.avx512.pmaddw.d.512", pairs, pairs.like(1))
+    parts = []
+    for first in (0, 8):
+        lanes = range(first, first + 8)
+        halves = [shuffle(f, value, value, lanes).bits(vector(I8, 32)) for value in (left, right)]
+        pairs = f.intrinsic(vector(I16, 16), "llvm.x86.avx2.pmadd.ub.sw", *halves)
+        parts.append(f.intrinsic(vector(I32, 8), "llvm.x86.avx2.pmadd.wd", pairs, pairs.like(1)))
+    return shuffle(f, parts[0], parts[1], range(LANES))
 
 
 def _shift_signed(f: Function, value: Value, count: int) -> Value:

@@ -1,6 +1,6 @@
 """Changes the logits of a few tokens before a row samples: bias, penalties and bans, on the GPU.
 
-The torch reference is `engine/sampler.py`. Rows without such parameters have nothing to do.
+The torch reference is `engine/gpu/sampler.py`. Rows without such parameters have nothing to do.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ kernels run in every step, whatever the rows ask for: a greedy row costs an argm
     scan_again    rows where it is not, or with min-p: the best score of the tokens that may be
     _choose       each row: combine the parts, or draw from the top-k tokens; log-probabilities
 
-The torch reference is `kernels/sampling.py`, with `engine/sampler.py`.
+The torch reference is `in_torch.py`, with `engine/gpu/sampler.py`.
 """
 
 from __future__ import annotations

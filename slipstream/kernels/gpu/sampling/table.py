@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.gpu.launch import pieces
-from slipstream.kernels.sampling import hash_tokens
+from slipstream.kernels.gpu.sampling.in_torch import hash_tokens
 
 # Columns of the table, one line of int32 values per row. Real numbers are stored by their bits.
 FIELDS = 32

@@ -149,6 +149,7 @@ class RankHost:
                 self._leader = resolve(address.host)
             except AddressError as error:
                 self._check_patience(str(error))
+                self._calls.run_waiting()  # signals
                 time.sleep(_TICK_MS / 1000)
         self._socket.connect(f"tcp://{self._leader}:{address.port}")
 
@@ -201,7 +202,8 @@ class RankHost:
                 self._refusals = 0
                 self._connected = True
                 launched = self._options.launched
-                self._send(Machine(launched.rank, socket.gethostname(), describe_software()))
+                name = socket.gethostname()
+                self._send(Machine(launched.rank, launched.job, name, describe_software()))
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._refusals += 1
                 if self._refusals >= _REFUSALS:

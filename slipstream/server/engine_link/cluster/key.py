@@ -44,8 +44,8 @@ class ClusterKey:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables that give the key to a process of this machine."""
-        return {CLUSTER_KEY_VARIABLE: self.text}
+        """The variables that give the key to a process of this machine, wherever it came from."""
+        return {CLUSTER_KEY_VARIABLE: self.text, CLUSTER_KEY_FILE_VARIABLE: ""}
 
     def listen(self, socket: zmq.Socket[bytes]) -> None:
         """Prepare a socket that listens, before it is bound. `Gate` checks who connects."""

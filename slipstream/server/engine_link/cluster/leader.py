@@ -19,7 +19,12 @@ from functools import partial
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from slipstream.server.engine_link.cluster.address import AddressError, LeaderAddress, resolve
+from slipstream.server.engine_link.cluster.address import (
+    AddressError,
+    LeaderAddress,
+    resolve,
+    resolves,
+)
 from slipstream.server.engine_link.cluster.calls import Calls
 from slipstream.server.engine_link.cluster.key import ClusterKey, Gate
 from slipstream.server.engine_link.cluster.messages import (
@@ -45,6 +50,7 @@ HEARTBEAT_SECONDS = 5.0
 MISSED_HEARTBEATS = 3  # after which a connection is lost
 REPORT_SECONDS = 10.0  # between two lines about what is awaited
 _TICK_MS = 500
+_POD_NAME_SECONDS = 60.0
 _LINGER_MS = 1000
 
 
@@ -106,7 +112,7 @@ class RankHosts:
     def _bind(self, address: LeaderAddress) -> str:
         """Listen at the leader's own address only. Return the IP address."""
         try:
-            host = resolve(address.host)
+            host = self._resolve(address.host)
             self._socket.bind(f"tcp://{host}:{address.port}")
         except (AddressError, zmq.ZMQError) as error:
             self._gate.close()
@@ -125,6 +131,14 @@ class RankHosts:
             address.port,
         )
         return host
+
+    def _resolve(self, host: str) -> str:
+        """Return the leader's IP address. The name of a pod resolves a while after its start."""
+        patience = _POD_NAME_SECONDS if self.launched.launcher == "LeaderWorkerSet" else 0.0
+        deadline = time.monotonic() + patience
+        while not resolves(host) and time.monotonic() < deadline:
+            time.sleep(_TICK_MS / 1000)
+        return resolve(host)
 
     def next_engine(self) -> int:
         """Return a number for the start of an engine."""
@@ -240,10 +254,12 @@ class RankHosts:
 
     def _read_messages(self) -> None:
         while self._socket.poll(0):
-            identity, frame = self._socket.recv_multipart(copy=False)
+            identity, frame, *others = self._socket.recv_multipart(copy=False)
             # The end of an older connection with the same descriptor comes before its message.
             self._read_events()
             try:
+                if others:
+                    raise LinkError(f"it has {len(others)} parts too many")
                 message = decode_from_host(frame.bytes)
             except LinkError as error:
                 logger.error("a message of a rank host is ignored: %s", error)
@@ -266,7 +282,8 @@ class RankHosts:
             self._send(host, Refused(reason))
             self._refused[machine.process] = reason
         else:
-            if machine.process in self._hosts:
+            if before := self._hosts.get(machine.process):
+                self._send(before, Refused(f"process {machine.process} was started again"))
                 self._end_ranks_of(machine.process, "its rank host was started again")
             self._hosts[machine.process] = host
             self._refused.pop(machine.process, None)
@@ -281,6 +298,12 @@ class RankHosts:
             return (
                 f"it is process {machine.process}, and rank 0 is one of {self.launched.size} "
                 f"processes from {self.launched.launcher}"
+            )
+        if machine.job != self.launched.job:
+            return (
+                f"it belongs to the job {machine.job or 'without a name'} of its launcher, rank 0 "
+                f"to {self.launched.job or 'one without a name'}: set another MASTER_PORT for one "
+                "of both jobs"
             )
         own = describe_software()
         if machine.software != own:

@@ -27,6 +27,7 @@ class Machine:
     """What a rank host reports about itself and its machine."""
 
     process: int  # its rank among the processes of the launcher
+    job: str  # of the launcher
     host: str
     software: str  # the result of `describe_software`
 

@@ -10,10 +10,10 @@ import { at, showProblem } from "./elements.js";
 import { ConversationList } from "./list.js";
 import { SchemaTab } from "./schema.js";
 import { Settings } from "./settings.js";
-import { Store } from "./store.js";
+import { Store, openStorage } from "./store.js";
 import { hideListIfNarrow, startPanels, startTabs } from "./tabs.js";
 
-const store = new Store(localStorage);
+const store = new Store(openStorage());
 const server = new Server();
 const settings = new Settings(store, name => { if (["plain", "all"].includes(name)) chat.show(); });
 const chat = new Chat(store, server, settings, () => list.show());

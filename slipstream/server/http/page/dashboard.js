@@ -23,6 +23,7 @@ export class Dashboard {
     this.steps = new Map();  // engine → its last steps
     this.timelines = new Map();
     this.timer = 0;
+    this.round = {};
     this.build();
   }
 
@@ -49,8 +50,13 @@ export class Dashboard {
   /** Read the metrics from now on, or no longer. */
   watch(shown) {
     clearTimeout(this.timer);
-    this.watching = shown;
-    if (shown) this.read();
+    this.round = {};  // a reading of the time before does not go on
+    if (shown) this.readOften(this.round);
+  }
+
+  async readOften(round) {
+    if (!document.hidden) await this.read();
+    if (round === this.round) this.timer = setTimeout(() => this.readOften(round), PERIOD_MILLISECONDS);
   }
 
   async read() {
@@ -66,7 +72,6 @@ export class Dashboard {
       this.problem.textContent = `No figures: ${problem.message}`;
       if (problem.status === 401 || problem.status === 403) this.server.onRefused();
     }
-    if (this.watching) this.timer = setTimeout(() => this.read(), PERIOD_MILLISECONDS);
   }
 
   latestStep() {

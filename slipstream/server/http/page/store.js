@@ -6,8 +6,30 @@ const PREFIX = "slipstream.";
 const CONVERSATION = `${PREFIX}conversation.`;
 const FORMAT = "slipstream-conversations";
 
+/** Storage that ends with the page. */
+export class MemoryStorage {
+  constructor() {
+    this.items = new Map();
+  }
+
+  get length() { return this.items.size; }
+  key(at) { return [...this.items.keys()][at]; }
+  getItem(key) { return this.items.has(key) ? this.items.get(key) : null; }
+  setItem(key, value) { this.items.set(key, value); }
+  removeItem(key) { this.items.delete(key); }
+}
+
+/** Return the browser's storage, or one that ends with the page where the browser allows none. */
+export function openStorage() {
+  try {
+    return localStorage;
+  } catch {
+    return new MemoryStorage();
+  }
+}
+
 export class Store {
-  /** `storage`: the browser's localStorage, or an object with its methods. */
+  /** `storage`: an object with the methods of localStorage. */
   constructor(storage) {
     this.storage = storage;
   }

@@ -1,8 +1,6 @@
-"""Carries out plans on a CPU: updates the rows, runs the model once, samples."""
+"""Carries out plans on a CPU with torch: updates the rows, runs the model once, samples."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -10,35 +8,14 @@ from torch import Tensor
 
 from slipstream.engine import pooling, sampler, scores
 from slipstream.engine.cache.host_cache import HostCache, view_blocks
-from slipstream.engine.plan import StepPlan, StepResult
+from slipstream.engine.handle import Handle
+from slipstream.engine.plan import StepPlan, sampling_places
 from slipstream.engine.rows import Rows
-from slipstream.engine.transfer import to_device
+from slipstream.engine.with_torch.transfer import to_device
 from slipstream.kernels import invariant_attention
 from slipstream.kernels.adapters import AdapterPages, CpuStepAdapters
 from slipstream.kernels.attention import plan_attention
 from slipstream.model.transformer import Step, Transformer
-
-
-class Handle:
-    """A launched plan, whose tokens are already computed."""
-
-    def __init__(
-        self,
-        sampled: sampler.Sampled | None,
-        prompts: Sequence[scores.PromptLogits] = (),
-        pooled: Sequence[pooling.Pooled] = (),
-    ) -> None:
-        self._sampled = sampled
-        self._prompts = prompts
-        self._pooled = pooled
-
-    def result(self) -> StepResult:
-        result = (
-            StepResult(tokens=[]) if self._sampled is None else sampler.to_result(self._sampled)
-        )
-        result.prompt_scores = scores.to_scores(self._prompts)
-        result.prompt_scores |= pooling.to_pooled_scores(self._pooled)
-        return result
 
 
 class Runner:
@@ -52,7 +29,7 @@ class Runner:
     ) -> None:
         self.model = model
         self.block_tokens = block_tokens
-        self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens), model.device)
+        self.rows = Rows(max_rows, max_tokens + 1, -(-max_tokens // block_tokens))
         slots = (total_blocks + 1) * block_tokens  # with the null block
         self.cache = model.new_cache(slots)
         self.host: HostCache | None = None  # host memory for evicted blocks
@@ -77,19 +54,20 @@ class Runner:
         logits, pooled = self._forward(plan, selection)
         prompts = scores.prompt_logits(logits, selection, self.rows)
         if selection.samples is not None:
-            logits = logits[torch.from_numpy(selection.samples)]
+            logits = logits[selection.samples]
         rows, lengths = sampling_places(plan, range(len(plan.rows)))
         if not rows:
-            return Handle(None, prompts, pooled)
-        deterministic = self.model.options.deterministic
-        sampled = sampler.sample(logits, rows, lengths, self.rows, deterministic)
+            return Handle(None, self.rows, prompts, pooled)
+        sampled = sampler.sample(logits, rows, lengths, self.rows)
         self.rows.tokens[rows, lengths] = sampled.tokens  # the next step reads them
-        return Handle(sampled, prompts, pooled)
+        return Handle(sampled, self.rows, prompts, pooled)
 
     def _forward(
         self, plan: StepPlan, selection: scores.LogitSelection
-    ) -> tuple[Tensor, list[pooling.Pooled]]:
-        """Run the model. Return the selected logits and the pooled states of complete prompts."""
+    ) -> tuple[np.ndarray, list[pooling.Pooled]]:
+        """Run the model. Return the selected logits, float32 [selected, vocab], and the pooled
+        states of complete prompts.
+        """
         pools = None
         if self.rows.pooling:
             pools = pooling.select_pooled(
@@ -100,10 +78,16 @@ class Runner:
                 range(len(plan.rows)),
             )
         if pools is None:
-            return self.model(self._step(plan, selection.tokens), self.cache), []
+            return self.model(self._step(plan, selection.tokens), self.cache).numpy(), []
         step = self._step(plan, np.concatenate([selection.tokens, pools.tokens]))
         logits, states = self.model.logits_and_states(step, self.cache, len(selection.tokens))
-        return logits, pooling.pool_states(states, pools, self.rows, self.model.score)
+        found = pooling.pool_states(states.float().numpy(), pools, self.rows, self._score)
+        return logits.numpy(), found
+
+    def _score(self, state: np.ndarray) -> np.ndarray:
+        """Return the output of a classifier for one state [hidden]."""
+        assert self.model.score is not None
+        return self.model.score(torch.from_numpy(state)).numpy()
 
     def _step(self, plan: StepPlan, logit_tokens: np.ndarray) -> Step:
         rows = np.array(plan.rows)
@@ -112,20 +96,23 @@ class Runner:
         row_of_token = np.repeat(rows, counts)
         ends = np.cumsum(counts)
         position_of_token = np.arange(ends[-1]) + np.repeat(positions - (ends - counts), counts)
-        tables = self.rows.tables.numpy()
+        tables = self.rows.tables
         deterministic = self.model.options.deterministic
         plan_rows = invariant_attention.plan_attention if deterministic else plan_attention
         blocks = tables[row_of_token, position_of_token // self.block_tokens].astype(np.int64)
-        slots = torch.from_numpy(blocks * self.block_tokens + position_of_token % self.block_tokens)
-        token_positions = torch.from_numpy(position_of_token)
+        slots = blocks * self.block_tokens + position_of_token % self.block_tokens
+        embeddings = self.rows.prompts.find_embeddings(plan.rows, plan.positions, plan.counts)
+        if embeddings is not None:
+            places, values = embeddings
+            embeddings = torch.from_numpy(places), torch.from_numpy(values)
         return Step(
-            token_ids=self.rows.tokens[torch.from_numpy(row_of_token), token_positions],
-            positions=token_positions,
-            slots=slots,
+            token_ids=torch.from_numpy(self.rows.tokens[row_of_token, position_of_token]),
+            positions=torch.from_numpy(position_of_token),
+            slots=torch.from_numpy(slots),
             attention=plan_rows(tables[rows], positions, counts, self.block_tokens, self.cache),
             samples=torch.from_numpy(logit_tokens),
             adapters=self._step_adapters(plan),
-            embeddings=self.rows.prompts.find_embeddings(plan.rows, plan.positions, plan.counts),
+            embeddings=embeddings,
         )
 
     def _step_adapters(self, plan: StepPlan) -> CpuStepAdapters | None:
@@ -137,22 +124,6 @@ class Runner:
         return CpuStepAdapters(
             self.adapters, pages, plan.counts, batch_invariant=self.model.options.deterministic
         )
-
-
-def sampling_places(plan: StepPlan, entries: Iterable[int]) -> tuple[list[int], list[int]]:
-    """Return the row of each sampled token, and the number of tokens that precede it in that row.
-
-    `entries`: the plan's entries, in the order of the step.
-    """
-    rows: list[int] = []
-    lengths: list[int] = []
-    for entry in entries:
-        if plan.samples[entry]:
-            length = plan.positions[entry] + plan.counts[entry]
-            places = range(length - plan.drafts[entry], length + 1)
-            rows += [plan.rows[entry]] * len(places)
-            lengths += places
-    return rows, lengths
 
 
 def clear_blocks(cache: Tensor, blocks: list[int], block_tokens: int) -> None:

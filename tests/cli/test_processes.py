@@ -1,0 +1,103 @@
+"""`slipstream ps` and `slipstream stop`, with a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny_server
+from command_line import run_cli
+from tiny_server import TinyServer, make_repository
+
+from slipstream.cli.arguments import CommandError
+from slipstream.cli.processes.ps import duration
+from slipstream.cli.processes.servers import RunningServer, find_servers, server_arguments
+from slipstream.cli.processes.stop import choose_servers
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("/v/bin/python3 /v/bin/slipstream start --repo x", "--repo x"),
+        ("python -P -m slipstream.cli.main serve gpt2", "gpt2"),
+        ("python3.11 /v/bin/tritonserver --model-repository=x", "--model-repository=x"),
+        ("python -m slipstream.cli.compat.tritonserver", ""),
+        ("/v/bin/python /v/bin/triton start", ""),
+        ("python -P -m slipstream.cli.models.run 12 start --repo x", "--repo x"),
+        ("python -m slipstream.cli.models.run", None),
+        ("python /v/bin/slipstream chat", None),
+        ("python -m slipstream.engine_worker.process", None),
+        ("/opt/tritonserver/bin/tritonserver --model-repository=x", None),
+        ("vim slipstream start", None),
+        ("python", None),
+        ("", None),
+    ],
+)
+def test_servers_are_found_by_their_command_lines(words: str, arguments: str | None) -> None:
+    expected = None if arguments is None else arguments.split()
+    assert server_arguments(words.split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5.9, "5 s"), (723, "12m 03s"), (12000, "3h 20m"), (187200, "2d 04h")]
+)
+def test_durations_have_two_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+ONE = RunningServer(11, 5.0, (8000, 8001), "one")
+TWO = RunningServer(12, 5.0, (9000,), "two")
+
+
+def test_the_only_server_is_chosen_without_a_name() -> None:
+    assert choose_servers([ONE], None, None) == [ONE]
+    assert choose_servers([ONE, TWO], "12", None) == [TWO]
+    assert choose_servers([ONE, TWO], None, 8001) == [ONE]
+    assert choose_servers([ONE, TWO], "all", None) == [ONE, TWO]
+
+
+@pytest.mark.parametrize(
+    ("servers", "process", "port", "text"),
+    [
+        ([], None, None, "no server runs on this machine"),
+        ([ONE, TWO], None, None, r"2 servers run: process 11 \(one, ports 8000 8001\); process 12"),
+        ([ONE], "13", None, "no server has process 13; there are: process 11"),
+        ([ONE], None, 80, "no server has port 80"),
+    ],
+)
+def test_an_unclear_choice_is_refused(
+    servers: list[RunningServer], process: str | None, port: int | None, text: str
+) -> None:
+    with pytest.raises(CommandError, match=text):
+        choose_servers(servers, process, port)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[TinyServer]:
+    script = tmp_path / "slipstream"
+    support = str(Path(tiny_server.__file__).parent)
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {support!r})\nfrom tiny_server import main\nmain()\n"
+    )
+    found = TinyServer(make_repository(tmp_path), tmp_path / "temporary", script=script)
+    yield found.wait_started()
+    found.close()
+
+
+def test_ps_lists_a_server_and_stop_ends_it(server: TinyServer, tmp_path: Path) -> None:
+    process = server.process.pid
+    found = {one.process: one for one in find_servers()}[process]
+    assert (found.serves, set(found.ports)) == (
+        str(tmp_path / "repository"),
+        set(server.ports.values()),
+    )
+    lines = run_cli(["ps"]).stdout.splitlines()
+    assert lines[0].split() == ["PROCESS", "UP", "PORTS", "SERVES"]
+    (line,) = [line for line in lines if line.split()[0] == str(process)]
+    assert line.endswith(f"{' '.join(map(str, found.ports))}   {found.serves}")
+    result = run_cli(["stop", "--port", found.ports[0]])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"Stopping process {process} " in result.stdout
+    assert server.wait_exit() == 0
+    assert run_cli(["stop", process]).exit_code == 1

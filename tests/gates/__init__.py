@@ -1,0 +1,1 @@
+"""Gates: what an operator relies on, tried on a whole server. `python -m tests.gates` runs them."""

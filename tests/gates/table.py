@@ -1,0 +1,38 @@
+"""The rows of a gate: what was tried, what was found, and whether it holds."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    found: str
+    holds: bool
+
+
+def show(name: str, rows: Sequence[Row], seconds: float) -> str:
+    """Return a Markdown table with its date, machine and commit."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    cores = len(os.sched_getaffinity(0))
+    day = time.strftime("%Y-%m-%d")
+    lines = [
+        f"{name}: {day}, commit {commit or 'unknown'}, {cores} cores, Python "
+        f"{platform.python_version()}, {seconds:.0f} s",
+        "",
+        "| case | found | holds |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {row.case} | {row.found} | {'yes' if row.holds else 'NO'} |" for row in rows]
+    return "\n".join(lines)

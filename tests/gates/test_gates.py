@@ -1,0 +1,22 @@
+"""The quick form of each gate."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from gates.gates import GATES
+from gates.table import show
+
+pytestmark = pytest.mark.gate
+
+
+@pytest.mark.parametrize("name", GATES)
+async def test_the_gate_holds(name: str, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    rows = await GATES[name](tmp_path, False)
+    table = show(name, rows, time.monotonic() - begun)
+    assert rows
+    assert all(row.holds for row in rows), table
