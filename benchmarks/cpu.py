@@ -1,6 +1,11 @@
-"""The default model on this CPU: Slipstream, llama.cpp and vLLM with the same weights.
+"""A model on this CPU: Slipstream, llama.cpp and vLLM with the same weights.
 
     python benchmarks/cpu.py --llama-python ~/llama/bin/python --vllm-python ~/vllm/bin/python
+    python benchmarks/cpu.py --shape llama-1b --peers llama.cpp   # random weights
+
+The goals are ratios to llama.cpp. `--peers llama.cpp,torch` adds Slipstream's own torch path, which
+runs where there is no compiled code. In the case "beside a busy program" another process keeps one
+core busy.
 
 Every contender runs in its own process. Each round runs all of them in turn, and a figure is the
 median of its rounds, so that other load on the machine affects all of them. Sampling is greedy,
@@ -19,16 +24,19 @@ import random
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 # makes the benchmark run from a checkout that is not installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from contender import Contender, ContenderFailed, Running, start
 from limits import Machine, Work
-from models import Models, prepare_models
+from models import Models, prepare_models, prepare_random_models
+from random_gguf import SHAPES
 from table import OURS, Row, medians, render
 
 from slipstream.engine_worker import cpu_probe
@@ -37,13 +45,17 @@ from slipstream.weights.home import slipstream_home
 
 LLAMA = "llama.cpp"
 VLLM = "vllm"
-PEERS = (LLAMA, VLLM)
+TORCH = "torch"
+PEERS = (LLAMA, VLLM, TORCH)
 BF16 = "bf16"
-INT4 = "4-bit"
-# Bytes per weight. An int4 group of 32 weights has two 16-bit numbers.
-WEIGHT_BYTES = {BF16: 2.0, INT4: 0.5 + 4 / 32}
+Q4 = "4-bit"
+# Bytes per weight. A block of 32 weights has one or two 16-bit numbers.
+WEIGHT_BYTES = {BF16: 2.0, Q4: 0.5 + 4 / 32}
+DEFAULT_SHAPE = "smollm2-135m"
 QUESTION = "The capital of France is"
+QUESTION_TOKENS = (103, 227, 145, 391, 218)  # a prompt for the start of every model
 EAGER_NOTE = "vllm could not compile here and ran with enforce_eager"
+START_GOAL_SECONDS = 0.5  # from the start of the engine to its first token
 SLOW_START_SECONDS = 30.0  # start time above which a contender is started only once
 LOGS = slipstream_home() / "benchmarks"
 
@@ -58,6 +70,7 @@ class Load:
     prompt: int
     output: int
     cases: tuple[str, ...]
+    busy: bool = False  # whether another process keeps a core busy
 
 
 @dataclass(frozen=True)
@@ -66,12 +79,14 @@ class Case:
     unit: str
     higher_is_better: bool
     limit: Callable[[Work, Machine, int], float]  # (work, machine, output tokens) → limit
+    goals: tuple[float | None, float | None] = (None, None)  # × llama.cpp: bf16, 4-bit
 
 
 LOADS = (
     Load(1, 512, 128, ("decode", "first_token", "memory")),
     Load(8, 128, 128, ("concurrent_8", "memory")),
     Load(32, 128, 128, ("concurrent_32", "memory")),
+    Load(1, 128, 128, ("busy",), busy=True),
 )
 CASES = {
     "decode": Case(
@@ -79,24 +94,35 @@ CASES = {
         "tok/s",
         True,
         lambda work, machine, out: work.decode_rate(machine, 512, out),
+        (1.3, 2.3),
     ),
     "first_token": Case(
         "1 × 512 first token",
         "ms",
         False,
         lambda work, machine, _: work.prefill_seconds(machine, 1, 512) * 1e3,
+        (0.65, 0.3),
     ),
     "concurrent_8": Case(
         "8 × 128/{output} output",
         "tok/s",
         True,
         lambda work, machine, out: work.batch_rate(machine, 8, 128, out),
+        (2.0, 3.3),
     ),
     "concurrent_32": Case(
         "32 × 128/{output} output",
         "tok/s",
         True,
         lambda work, machine, out: work.batch_rate(machine, 32, 128, out),
+        (1.8, 3.5),
+    ),
+    "busy": Case(
+        "1 × 128/{output} decode beside a busy program",
+        "tok/s",
+        True,
+        lambda work, machine, out: work.decode_rate(machine, 128, out),
+        (1.0, 1.0),
     ),
     "cold_start": Case(
         "process start to first token",
@@ -104,7 +130,9 @@ CASES = {
         False,
         lambda work, machine, _: work.model_bytes / machine.bandwidth,
     ),
-    "memory": Case("peak memory", "MB", False, lambda work, machine, _: work.model_bytes / 1e6),
+    "memory": Case(
+        "peak memory", "MB", False, lambda work, machine, _: work.model_bytes / 1e6, (1.1, 1.1)
+    ),
 }
 
 
@@ -113,14 +141,18 @@ def main() -> None:
     cases = [arguments.only] if arguments.only else list(CASES)
     rounds, output = (1, 32) if arguments.quick else (3, 128)
     warn_when_busy()
-    models = prepare_models()
+    shape = arguments.shape
+    models = prepare_models() if shape == DEFAULT_SHAPE else prepare_random_models(shape)
     contenders = find_contenders(models, arguments)
     samples: Samples = defaultdict(list)
     running: dict[tuple[str, str], Running] = {}
     try:
         start_all(contenders, models, rounds if "cold_start" in cases else 1, running, samples)
-        compare_answers(running.values(), models)
-        machine = run_rounds(running.values(), cases, rounds, output, samples)
+        if shape == DEFAULT_SHAPE:
+            compare_answers(running.values(), models)
+        machine = run_rounds(
+            running.values(), cases, rounds, output, models.spec.vocab_size, samples
+        )
         for key, one in running.items():
             samples["memory", *key].append(one.peak_bytes() / 1e6)
     finally:
@@ -129,16 +161,23 @@ def main() -> None:
     print_table(
         models, machine, cases, output, samples, [one.contender for one in running.values()]
     )
+    print_start_goal(samples)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--peers",
-        default=",".join(PEERS),
+        default=f"{LLAMA},{VLLM}",
         help="peers to compare with, separated by commas; '' for none (default: %(default)s)",
     )
     parser.add_argument("--only", choices=CASES, help="run one case")
+    parser.add_argument(
+        "--shape",
+        choices=(DEFAULT_SHAPE, *SHAPES),
+        default=DEFAULT_SHAPE,
+        help="model; all but the default have random weights (default: %(default)s)",
+    )
     parser.add_argument(
         "--quick", action="store_true", help="run one round of 32 tokens, as a smoke test"
     )
@@ -156,14 +195,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def find_contenders(models: Models, arguments: argparse.Namespace) -> list[Contender]:
-    def engine(group: str, folder: Path) -> Contender:
+    def engine(group: str, folder: Path, name: str = OURS) -> Contender:
+        options = {"model": str(folder), "code": "off" if name == TORCH else "auto"}
         return Contender(
-            OURS,
-            group,
-            sys.executable,
-            "worker_slipstream.py",
-            {"model": str(folder)},
-            child_environment(),
+            name, group, sys.executable, "worker_slipstream.py", options, child_environment()
         )
 
     def llama(group: str, file: Path) -> Contender:
@@ -171,10 +206,13 @@ def find_contenders(models: Models, arguments: argparse.Namespace) -> list[Conte
             LLAMA, group, arguments.llama_python, "worker_llama.py", {"model": str(file)}
         )
 
-    found = [engine(BF16, models.engine_bf16), engine(INT4, models.engine_int4)]
+    found = [engine(BF16, models.engine_bf16), engine(Q4, models.engine_q4)]
+    if TORCH in arguments.peers:
+        found += [engine(BF16, models.engine_bf16, TORCH), engine(Q4, models.engine_q4, TORCH)]
     if LLAMA in arguments.peers and has_module(arguments.llama_python, "llama_cpp"):
-        found += [llama(BF16, models.gguf_bf16), llama(INT4, models.gguf_q4)]
-    if VLLM in arguments.peers and has_module(arguments.vllm_python, "vllm"):
+        found += [llama(BF16, models.gguf_bf16), llama(Q4, models.gguf_q4)]
+    has_folder = models.hugging_face is not None
+    if VLLM in arguments.peers and has_folder and has_module(arguments.vllm_python, "vllm"):
         # a peer may crash on instructions that the CPU reports but does not support
         limit = cpu_probe.choose().isa
         environment = {cpu_probe.ISA_VARIABLE: limit} if limit else {}
@@ -201,7 +239,7 @@ def start_all(
     samples: Samples,
 ) -> None:
     """Start each contender `times` times in turn and leave the last of each running."""
-    prompt = models.encode(QUESTION)
+    prompt = list(QUESTION_TOKENS)
     waiting = list(contenders)
     for _ in range(times):
         started: list[Contender] = []
@@ -247,7 +285,12 @@ def compare_answers(running: Collection[Running], models: Models) -> None:
 
 
 def run_rounds(
-    running: Collection[Running], cases: Sequence[str], rounds: int, output: int, samples: Samples
+    running: Collection[Running],
+    cases: Sequence[str],
+    rounds: int,
+    output: int,
+    vocabulary: int,
+    samples: Samples,
 ) -> Machine:
     limits = Contender("limits", "", sys.executable, "worker_limits.py", {}, child_environment())
     meter = Running(limits, LOGS / "limits.log")
@@ -258,18 +301,34 @@ def run_rounds(
             for load in LOADS:
                 if set(load.cases) & set(cases):
                     for one in running:
-                        record(one, replace(load, output=output), number, samples)
+                        with busy_program() if load.busy else nullcontext():
+                            record(one, replace(load, output=output), vocabulary, number, samples)
             progress(f"round {number + 1} of {rounds} done")
     finally:
         meter.close()
     return Machine(*(max(each[name] for each in measured) for name in ("bandwidth", "operations")))
 
 
-def record(one: Running, load: Load, number: int, samples: Samples) -> None:
+@contextmanager
+def busy_program() -> Iterator[None]:
+    """Keep a core busy with another process."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def record(one: Running, load: Load, vocabulary: int, number: int, samples: Samples) -> None:
     draw = random.Random(f"{load.rows} {number}")
-    prompts = [[draw.randrange(100, 40_000) for _ in range(load.prompt)] for _ in range(load.rows)]
+    tokens = range(100, min(vocabulary, 40_000))
+    prompts = [draw.choices(tokens, k=load.prompt) for _ in range(load.rows)]
     timed = one.generate(prompts, load.output)
-    if load.rows == 1:
+    if load.busy:
+        after_first = timed["seconds"] - timed["first_seconds"]
+        samples["busy", *one.contender.key].append((load.output - 1) / after_first)
+    elif load.rows == 1:
         after_first = timed["seconds"] - timed["first_seconds"]
         samples["decode", *one.contender.key].append((load.output - 1) / after_first)
         samples["first_token", *one.contender.key].append(timed["first_seconds"] * 1e3)
@@ -289,7 +348,7 @@ def print_table(
 ) -> None:
     rows = []
     for name in cases:
-        for group in (BF16, INT4):
+        for index, group in enumerate((BF16, Q4)):
             case = CASES[name]
             work = Work.of(models.spec, WEIGHT_BYTES[group])
             figures = medians({peer: samples[name, group, peer] for peer in (OURS, *PEERS)})
@@ -301,6 +360,7 @@ def print_table(
                     case.higher_is_better,
                     figures,
                     case.limit(work, machine, output),
+                    case.goals[index],
                 )
             )
     present = {contender.name for contender in contenders}
@@ -311,6 +371,16 @@ def print_table(
     print(render(rows, [peer for peer in PEERS if peer in present]))
     for note in {contender.note for contender in contenders if contender.note}:
         print(note)
+
+
+def print_start_goal(samples: Samples) -> None:
+    """Compare the start with its goal, which is a time and not a ratio."""
+    for group in (BF16, Q4):
+        if starts := samples["cold_start", group, OURS]:
+            verdict = "met" if median(starts) <= START_GOAL_SECONDS else "missed"
+            print(
+                f"start, {group}: {median(starts):.2f} s, goal ≤ {START_GOAL_SECONDS} s: {verdict}"
+            )
 
 
 def warn_when_busy() -> None:

@@ -1,4 +1,6 @@
-"""The default model in the format of each contender, converted from one GGUF file and cached."""
+"""A model in the format of each contender, converted from one GGUF file and cached: the default
+model, or random weights in the shape of another one.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
+from random_gguf import SHAPES, write_random_gguf
 from tokenizers import Tokenizer
 
 from slipstream.model.spec import ModelSpec
@@ -28,10 +31,10 @@ from slipstream.weights.stream import parameter_rows
 class Models:
     spec: ModelSpec
     engine_bf16: Path
-    engine_int4: Path
+    engine_q4: Path  # keeps the blocks of the GGUF file
     gguf_bf16: Path
     gguf_q4: Path
-    hugging_face: Path  # folder with bf16 weights
+    hugging_face: Path | None  # folder with bf16 weights, of the default model
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer().encode(text, add_special_tokens=False).ids
@@ -52,12 +55,26 @@ def prepare_models() -> Models:
     return Models(
         spec=source.spec,
         engine_bf16=build_engine(original, folder / "engine-bf16", dtype="bfloat16"),
-        engine_int4=build_engine(
-            original, folder / "engine-int4", dtype="bfloat16", weight_only="int4"
-        ),
+        engine_q4=build_engine(original, folder / "engine-q4", dtype="auto"),
         gguf_bf16=_write_bf16_gguf(original, folder / "bf16.gguf"),
         gguf_q4=original,
         hugging_face=_write_hugging_face(source, folder / "hugging-face"),
+    )
+
+
+def prepare_random_models(name: str) -> Models:
+    """Return random weights in the shape of this name, without a Hugging Face folder."""
+    shape = SHAPES[name]
+    folder = slipstream_home() / "benchmarks" / name
+    bf16 = write_random_gguf(shape, GGMLQuantizationType.BF16, folder / "bf16.gguf")
+    q4 = write_random_gguf(shape, GGMLQuantizationType.Q4_0, folder / "q4.gguf")
+    return Models(
+        spec=GgufSource(bf16, name).spec,
+        engine_bf16=build_engine(bf16, folder / "engine-bf16", dtype="auto"),
+        engine_q4=build_engine(q4, folder / "engine-q4", dtype="auto"),
+        gguf_bf16=bf16,
+        gguf_q4=q4,
+        hugging_face=None,
     )
 
 

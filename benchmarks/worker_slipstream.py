@@ -18,7 +18,8 @@ from slipstream.server.engine_link.mailbox import InFlightRequest
 
 
 def start(options: dict[str, Any]) -> Generate:
-    engine = EngineClient(options["model"], EngineSettings(reuse=False))
+    settings = EngineSettings(reuse=False, cpu_code=options.get("code", "auto"))
+    engine = EngineClient(options["model"], settings)
     engine.spawn()
     event_loop = uvloop.new_event_loop()
     event_loop.run_until_complete(engine.start())

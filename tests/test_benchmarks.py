@@ -1,5 +1,6 @@
 """The arithmetic of benchmarks/ on given numbers: medians, ratios and limits. Nothing is timed."""
 
+import os
 import runpy
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from slipstream.engine.plan import StepPlan
 from slipstream.model.spec import ModelSpec
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
+from slipstream.weights.engine_config import read_engine_config
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -108,6 +110,42 @@ def test_cpu_benchmark_prints_help_and_refuses_unknown_peers(arguments, code, te
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == code
     assert text in result.stdout + result.stderr
+
+
+def test_cpu_benchmark_prints_the_table_of_a_small_shape(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "cpu.py"), "--shape", "tiny", "--quick"]
+    printed = subprocess.run(
+        [*command, "--peers", "", "--only", "busy"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "SLIPSTREAM_HOME": str(tmp_path)},
+    ).stdout
+    rows = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("| 1 ×")]
+    assert [row[0].strip() for row in rows] == [
+        f"1 × 128/32 decode beside a busy program, {group}, tok/s" for group in ("bf16", "4-bit")
+    ]
+    assert all(float(row[2]) > 0 for row in rows)
+    kept = read_engine_config(tmp_path / "benchmarks" / "tiny" / "engine-q4")
+    assert kept.quantisation.algorithm == "GGUF"
+
+
+@pytest.mark.parametrize(
+    ("higher", "ours", "goal", "text"),
+    [
+        (True, 130.0, 1.3, "≥ 1.3× met"),
+        (True, 129.0, 1.3, "≥ 1.3× missed"),
+        (False, 65.0, 0.65, "≤ 0.65× met"),
+        (False, 66.0, 0.65, "≤ 0.65× missed"),
+        (True, 1.0, None, "| - "),
+    ],
+)
+def test_a_goal_is_a_ratio_to_the_first_peer(table, higher, ours, goal, text):
+    figures = {table["OURS"]: ours, "first": 100.0, "second": 1.0}
+    row = table["Row"]("case", "s", higher, figures, None, goal)
+    other = table["Row"]("other", "s", True, figures, None, 1.0)
+    assert text in table["render"]([row, other], ["first", "second"]).splitlines()[2]
+    assert "goal" not in table["render"]([replace(row, goal=None)], ["first"])
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ GROUPS: dict[str, dict[str, Command]] = {
             "compat.client", "Send tokens to an engine (inflight_batcher_llm_client.py)."
         ),
         "check": Command("check", "Report every problem of a model repository."),
-        "verify": Command("models.verify", "Compare an engine with its original model."),
+        "verify": Command("models.verify", "Compare a model's engine with its original model."),
         "profile": Command("bench", "The same as bench (genai-perf)."),
     },
 }

@@ -65,6 +65,13 @@ def _add_engines(parser: Parser) -> None:
         help="Fail if an engine has not loaded after this long.",
     )
     group.add_argument(
+        "--idle-unload",
+        type=at_least(1),
+        metavar="SECONDS",
+        help="Unload an engine that has had no request for this long, and free its memory. The "
+        "next request loads it again, and waits for it (default: never).",
+    )
+    group.add_argument(
         "--watchdog-secs",
         type=at_least(1),
         default=60.0,

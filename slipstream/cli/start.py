@@ -245,7 +245,7 @@ def _server_options(given: Namespace) -> ServerOptions:
         metrics=_port(given, "metrics"),
         http_metrics=given.http_metrics or given.frontend == "openai",
         embedding_pooling=given.embeddings or "",
-        frontends=given.frontends,
+        frontends=_frontends(given),
         exit_timeout_seconds=given.exit_timeout_secs,
         access=access,
         allowed_hosts=tuple(given.allowed_host),
@@ -257,7 +257,9 @@ def _server_options(given: Namespace) -> ServerOptions:
         trace_settings=tracing.settings,
         trace_export=tracing.export,
         supervision=Supervision(
-            silence_seconds=given.watchdog_secs, start_seconds=given.server_timeout
+            silence_seconds=given.watchdog_secs,
+            start_seconds=given.server_timeout,
+            idle_seconds=given.idle_unload or 0.0,
         ),
     )
 
@@ -272,6 +274,16 @@ def _grpc_settings(given: Namespace, certificate: CertificateFiles | None) -> di
         "server_certificate": certificate.certificate,
         "server_key": certificate.key,
     }
+
+
+def _frontends(given: Namespace) -> int:
+    """Return the number of server processes. Only one can load an engine for a request."""
+    number: int = given.frontends
+    if given.idle_unload is None:
+        return number
+    if number > 1:
+        raise UsageError(f"--idle-unload needs a single server process: leave --frontends {number}")
+    return 1
 
 
 def _port(given: Namespace, name: str) -> Port:

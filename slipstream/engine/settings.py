@@ -37,6 +37,8 @@ class EngineSettings:
     # share of the whole GPU memory that the engine may take, weights included, in place of
     # cache_memory_fraction
     gpu_memory_utilization: float | None = None
+    # share of the device's memory for this model's engines together; other models have the rest
+    memory_share: float = 1.0
     # fp8: 8-bit keys and values, if the device has instructions for them; auto: as built
     cache_dtype: CacheType = "auto"
     # prompt + output of one request; at most what the engine folder allows
@@ -92,6 +94,7 @@ class EngineSettings:
         self._check_not_negative("host_cache_bytes", "lookup_tokens")
         self._check_fraction("cache_memory_fraction")
         self._check_fraction("gpu_memory_utilization")
+        self._check_fraction("memory_share")
         self._check_target()
         self._check_one_of("policy", get_args(Policy))
         self._check_one_of("cache_dtype", get_args(CacheType))

@@ -125,7 +125,9 @@ def divide_cpu_memory(
     limits = division.RowLimits(settings.max_rows, most_rows)
     host = read_host_memory()
     wanted = division.cache_tokens(settings.cache_tokens, settings.cache_bytes, sequence)
-    available = ranks.least(division.cpu_share(host, sizes.sharing, wanted is not None))
+    available = ranks.least(
+        division.cpu_share(host, sizes.sharing, wanted is not None, settings.memory_share)
+    )
     blocks = division.cpu_blocks(available, sequence, wanted)
     rows, bound = division.cpu_rows(available, sequence, sizes.step_tokens, blocks, limits)
     return MemoryParts(rows, blocks, rows_bound=bound)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from slipstream.kernels import linear_dispatch
 from slipstream.kernels.linear import Linear
-from slipstream.model.arrays import some
 
 
 class Tensors:
@@ -130,9 +129,9 @@ class Tensors:
         """Raise an error that lists the missing and the unused tensors, if there are any."""
         problems = []
         if self._missing:
-            problems.append(f"missing tensors: {some(self._missing)}")
+            problems.append(f"missing tensors: {_some(self._missing)}")
         if self._left:
-            problems.append(f"unknown tensors: {some(sorted(self._left))}")
+            problems.append(f"unknown tensors: {_some(sorted(self._left))}")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -152,3 +151,8 @@ class Tensors:
 
 class _Missing(Linear):
     """The place of a layer whose weight is missing: `close` raises before the model runs."""
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:6])
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

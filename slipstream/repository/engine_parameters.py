@@ -68,6 +68,8 @@ ENGINE_PARAMETERS: dict[str, str] = {
     "tokenizer_dir": "text",
     "guided_decoding_backend": "text",
     "xgrammar_tokenizer_info_path": "text",
+    # share of the memory of its device, where a server has several models
+    "memory_share": "fraction",
     # how embeddings are pooled, whatever the model declares
     "embedding_pooling": "text",
     # switches that only this server has; all but the first are for debugging
@@ -226,6 +228,7 @@ _COUNTS = {
 # Parameter → engine setting, for values that are used as they are.
 _PLAIN_SETTINGS = {
     "kv_cache_free_gpu_mem_fraction": "cache_memory_fraction",
+    "memory_share": "memory_share",
     "enable_kv_cache_reuse": "reuse",
     "enable_chunked_context": "chunked",
     "enable_trt_overlap": "overlap",

@@ -116,7 +116,9 @@ def _run_server(
     frontends = None
     try:
         models = _models_to_load(options, reading)
-        for name in reading.list_startable_engines(models):
+        startable = reading.list_startable_engines(models)
+        engines.expect(reading.repository.engines[name] for name in startable)
+        for name in startable:
             engines.spawn(reading.repository.engines[name])
         frontends = _start_frontends(options, ports, engines)
         import uvloop

@@ -110,6 +110,11 @@ def read_engine_config(path: str | Path) -> EngineConfig:
         raise EngineFolderError(f"{config_path}: damaged: {reason}; {_REBUILD}") from error
 
 
+def weight_bytes(folder: Path) -> int:
+    """Return the size of the weights of an engine folder; 0: it has none."""
+    return sum(file.stat().st_size for file in folder.glob("rank*.engine"))
+
+
 def find_engine_folder(path: Path) -> Path:
     """Return the engine folder that a path means.
 

@@ -9,8 +9,12 @@ import numpy
 import pytest
 import torch
 from command_line import run_cli
+from gguf import GGMLQuantizationType
+from gguf_files import plain_tokenizer, write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_hf_folder import save_model
+from tiny_models import config_of, random_model
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from slipstream.cli.commands import COMMANDS, run_command
 from slipstream.cli.compat import launch
@@ -441,16 +445,51 @@ def test_verify_reports_agreement_with_the_model(
     assert "first layer that diverges: none" in printed
 
 
-def test_verify_refuses_a_source_that_is_no_hugging_face_folder(
+def test_verify_takes_what_import_takes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run("verify", model, "--weight-only", "int8") == 0
+    printed = capsys.readouterr().out
+    assert "weights: 100%" in printed
+    assert "tokenisation: equal (5 of 5 texts)" in printed
+    assert run("import", "-m", "tiny", "-s", model, "--dtype", "float32") == 0
+    capsys.readouterr()
+    assert run("verify", "tiny") == 0, "the engine records its source"
+    assert "top-1 agreement: 100.00%" in capsys.readouterr().out
+
+
+def test_verify_compares_with_a_gguf_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    path = tmp_path / "tiny.gguf"
+    # the letters of all bytes, and one merge
+    letters = sorted(bytes_to_unicode().values())
+    tokens = [*letters, *(f"t{number}" for number in range(512 - len(letters)))]
+    vocabulary = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["t 0"]}
+    metadata = {**plain_tokenizer(512), **vocabulary}
+    model = random_model(config_of("llama", vocab_size=512))
+    write_gguf(path, model, GGMLQuantizationType.Q8_0, metadata=metadata)
+    assert run("verify", path) == 0
+    printed = capsys.readouterr().out
+    assert "top-1 agreement: 100.00%" in printed
+    assert "first layer that diverges: none" in printed
+
+
+def test_verify_refuses_a_source_that_transformers_cannot_load(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("build", "--checkpoint_dir", model, "--output_dir", tmp_path / "e")
+    run("convert", "--model_dir", model, "--output_dir", tmp_path / "c")
     capsys.readouterr()
-    (tmp_path / "m.gguf").touch()
-    assert run("verify", tmp_path / "e", "--against", tmp_path / "m.gguf") == 1
-    assert capsys.readouterr().err == (
-        f"error: --against {tmp_path}/m.gguf: not a Hugging Face folder: there is no config.json in it\n"
+    assert run("verify", tmp_path / "e", "--against", tmp_path / "c") == 1
+    assert capsys.readouterr().err.startswith(
+        f"error: --against {tmp_path}/c: a checkpoint has no model of transformers; give the "
     )
+    assert run("verify", tmp_path / "e", "--against", tmp_path / "absent") == 1
+    assert "absent: no such folder or file, and not a known model" in capsys.readouterr().err
 
 
 def test_verify_names_the_first_layer_that_diverges(

@@ -24,7 +24,7 @@ _LEAST_GOODPUT = 0.9  # of that without overload
 
 async def run(folder: Path, long: bool) -> list[Row]:
     seconds, times, idle = (30.0, 10, 1000) if long else (6.0, 4, 100)
-    server = TinyServer(make_repository(folder), folder / "tmp")
+    server = TinyServer(make_repository(folder, "rows"), folder / "tmp")
     try:
         await asyncio.to_thread(server.wait_started)
         async with new_client() as client:

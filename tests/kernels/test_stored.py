@@ -8,7 +8,6 @@ import torch
 
 from slipstream.kernels.blocks import matrix_of
 from slipstream.kernels.stored import StoredArray, round_to_bfloat16, to_bfloat16, to_float32
-from slipstream.model.arrays import Arrays
 
 
 def test_bfloat16_is_rounded_as_torch_rounds():
@@ -49,17 +48,3 @@ def test_blocks_are_expanded():
 def test_quantised_numbers_are_refused():
     with pytest.raises(ValueError, match="weights of type I8 have no values"):
         to_float32(StoredArray("I8", np.zeros((2, 2), np.int8)))
-
-
-def test_each_array_is_taken_once():
-    ones = StoredArray("F32", np.ones((2, 3), np.float32))
-    arrays = Arrays({"a": ones, "b": ones})
-    assert arrays.has("a")
-    assert arrays.numbers("a", (2, 3), "bfloat16").tolist() == [[0x3F80] * 3] * 2
-    assert not arrays.has("a")
-    with pytest.raises(ValueError, match=r"b: shape \(2, 3\), the model's config says \(3, 2\)"):
-        arrays.floats("b", (3, 2))
-    arrays = Arrays({"b": ones})
-    assert arrays.floats("c", (4,)).tolist() == [0.0] * 4
-    with pytest.raises(ValueError, match="missing tensors: c; unknown tensors: b"):
-        arrays.close()

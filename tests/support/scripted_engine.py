@@ -56,6 +56,7 @@ class ScriptedLoop:
     finished: int = 0
     cancelled: int = 0
     output_tokens: int = 0
+    limited: bool = False  # only as many requests run as there are rows
     checks: int = 0
     adapters: set[int] = field(default_factory=lambda: {0})
 
@@ -86,8 +87,9 @@ class ScriptedLoop:
         self.steps += 1
         for running in list(self.running.values()):
             self._obey(running.request.prompt[0])
-        # the first ones have rows; the others wait
-        with_rows = list(self.running.items())[: self.info.max_rows]
+        with_rows = list(self.running.items())
+        if self.limited:  # the first ones have rows; the others wait
+            with_rows = with_rows[: self.info.max_rows]
         seeds = [running.request.sampling.seed for _, running in with_rows]
         time.sleep(max((seed for seed in seeds if seed < 10_000), default=0) / 1000)
         for request_id, running in with_rows:
@@ -145,7 +147,7 @@ def start_scripted(
     """Start the engine as the name of its folder says.
 
     `bad…` is refused, `slow…` never becomes ready, `once…` starts only the first time, and `killed…`
-    is killed the first time. Each start adds a line to the file `starts`.
+    is killed the first time. `rows…` runs only as many requests as it has rows. Each start adds a line to the file `starts`.
     """
     starts = Path(engine_folder, "starts")
     if starts.parent.is_dir():
@@ -160,7 +162,7 @@ def start_scripted(
         os.kill(os.getpid(), signal.SIGKILL)
     if name.startswith("once"):
         Path(engine_folder).touch(exist_ok=False)
-    return ScriptedLoop()
+    return ScriptedLoop(limited=name.startswith("rows"))
 
 
 if __name__ == "__main__":

@@ -175,16 +175,16 @@ def gpu_blocks(
 # --- CPU ---
 
 
-def cpu_share(host: HostMemory, sharing: int, sized: bool) -> int:
-    """Return the bytes that one of `sharing` replicas may take.
+def cpu_share(host: HostMemory, sharing: int, sized: bool, memory_share: float = 1.0) -> int:
+    """Return the bytes that one of `sharing` replicas of a model may take.
 
-    Replicas start at the same time, so memory that another one is about to take still counts as
+    Engines start at the same time, so memory that another one is about to take still counts as
     available. `sized`: the size of each replica's cache is given, and must fit the replica's part
-    of the whole memory.
+    of the whole memory. memory_share: of the model, if the server has several
     """
     if sized:
-        return min(host.available, host.total // sharing)
-    return host.available // sharing
+        return min(host.available, int(host.total * memory_share) // sharing)
+    return int(host.available * memory_share) // sharing
 
 
 def cpu_blocks(available_bytes: int, sizes: SequenceSizes, cache_tokens: int | None) -> int:

@@ -188,9 +188,9 @@ def _divide_gpu_memory(
     utilization = settings.gpu_memory_utilization
     if utilization is not None:
         fraction = 1.0
-    if utilization is not None or sizes.sharing > 1:
+    if utilization is not None or sizes.sharing > 1 or settings.memory_share < 1.0:
         own = torch.cuda.memory_reserved(model.device)
-        share = (1.0 if utilization is None else utilization) / sizes.sharing
+        share = (utilization or 1.0) * settings.memory_share / sizes.sharing
         free = division.usable_bytes(free, total, own, share)
     free = ranks.least(free)
     wanted = division.cache_tokens(settings.cache_tokens, settings.cache_bytes, sequence)

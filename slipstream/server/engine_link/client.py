@@ -29,7 +29,6 @@ from pathlib import Path
 from slipstream.engine.messages import (
     FRONTEND_SHIFT,
     RECENT_STEPS,
-    Cancel,
     EngineInfo,
     EngineStats,
     Shutdown,
@@ -41,15 +40,16 @@ from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
 from slipstream.server.engine_link.cluster.leader import RankHosts
-from slipstream.server.engine_link.engine import Engine, EngineUnavailable
-from slipstream.server.engine_link.link import EngineFailed, FromEngine, ServerEnd, Silence
-from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
+from slipstream.server.engine_link.engine import Engine
+from slipstream.server.engine_link.link import EngineFailed, FromEngine, Silence
+from slipstream.server.engine_link.mailbox import InFlightRequest, LinkedRequests
 from slipstream.server.engine_link.past_totals import PastTotals
 from slipstream.server.engine_link.serve import STATS_SECONDS
 from slipstream.server.log.output import HANDLER
 
 logger = logging.getLogger(__name__)
 
+_UNLOAD_SECONDS = 10.0  # longest wait for the end of a process that is unloaded
 _TICK_SECONDS = 0.25  # interval at which silence is counted
 
 
@@ -65,78 +65,8 @@ class Supervision:
     window_seconds: float = 600.0
     silence_seconds: float = 60.0  # longest time without a message
     start_seconds: float = 300.0  # longest time from the start of the process until it serves
-
-
-class LinkedRequests:
-    """The requests of one front end at one engine process, and the link they go over."""
-
-    def __init__(self, ids: Iterator[int]) -> None:
-        """`ids`: the result of `request_ids`."""
-        # why the engine does not serve; None while it serves or loads for the first time
-        self.failure: str | None = None
-        self.draining = False
-        self.processes = 0  # processes that have served
-        self._link: ServerEnd | None = None  # None while the engine does not serve
-        self._mailboxes = Mailboxes(ids)
-
-    @property
-    def serving(self) -> bool:
-        return self._link is not None
-
-    @property
-    def outstanding(self) -> int:
-        return len(self._mailboxes)
-
-    def has(self, request_id: int) -> bool:
-        return request_id in self._mailboxes
-
-    def watch_outstanding(self, on_count: Callable[[int], None]) -> None:
-        """Call this with the number of requests in flight whenever it changes."""
-        self._mailboxes.on_count = on_count
-
-    def serve(self, link: ServerEnd) -> None:
-        """Send requests over this link from now on."""
-        self._link = link
-        self.failure = None
-        self.processes += 1
-
-    def lose(self, reason: str) -> None:
-        """Fail the requests in flight and refuse others: the engine process has failed."""
-        self._link = None
-        self.failure = reason
-        self._mailboxes.fail_all(f"the engine process failed: {reason}")
-
-    def end(self) -> None:
-        """Fail the requests in flight and refuse others: the server is shutting down."""
-        self.draining = True
-        self._mailboxes.fail_all("the server is shutting down")
-
-    def submit(self, request: GenerateRequest) -> InFlightRequest:
-        if self.draining:
-            raise EngineUnavailable("the server is shutting down")
-        if self._link is None:
-            raise EngineUnavailable(
-                f"the engine is not running: {self.failure or 'it is still loading'}"
-            )
-        in_flight = self._mailboxes.open(request, self._cancel)
-        try:
-            if not self._link.send(in_flight.request):
-                raise EngineUnavailable("the engine is not running: its process has ended")
-        except Exception:
-            # an open mailbox would count as work that the engine never ends
-            self._mailboxes.withdraw(in_flight)
-            raise
-        return in_flight
-
-    def deliver(self, outputs: StepOutputs) -> None:
-        self._mailboxes.deliver(outputs)
-
-    async def wait_drained(self) -> None:
-        await self._mailboxes.wait_empty()
-
-    def _cancel(self, request_id: int, reason: str) -> None:
-        if self._link is not None:
-            self._link.send(Cancel([request_id], reason))
+    # an engine without requests for this long is unloaded, until the next request; 0: never
+    idle_seconds: float = 0.0
 
 
 class EngineClient:
@@ -183,6 +113,9 @@ class EngineClient:
         self._silence = Silence(supervision.silence_seconds)
         self._heard = False  # a message has come since silence was last counted
         self._loading_seconds = 0.0
+        self._idle_seconds = 0.0
+        self._unloading = False
+        self._spawned = 0.0  # time of the start of the process
         self._started: asyncio.Future[None] | None = None
         self._failed: asyncio.Future[str] | None = None
         self._watchdog: asyncio.Task[None] | None = None
@@ -191,7 +124,9 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        """Whether it serves, accepts new work and responds."""
+        """Whether it serves, accepts new work and responds, or will when a request comes."""
+        if self._requests.asleep:
+            return self.failure is None and not self._requests.draining
         accepts = self._requests.serving and not self._requests.draining
         return accepts and not self._silence.unusual
 
@@ -240,6 +175,7 @@ class EngineClient:
 
     def submit(self, request: GenerateRequest) -> InFlightRequest:
         self._follow_log_level()
+        self._idle_seconds = 0.0
         return self._requests.submit(request)
 
     # -- other front ends
@@ -278,6 +214,7 @@ class EngineClient:
             self._hosts,
         )
         self._loading_seconds = 0.0
+        self._spawned = time.monotonic()
         self._silence = Silence(self._supervision.silence_seconds)
         self._lost = False
         self._verbose = False
@@ -379,7 +316,7 @@ class EngineClient:
         if not self._started.done():
             self._started.set_result(None)
         else:
-            seconds = time.monotonic() - self._restarts[-1]
+            seconds = time.monotonic() - self._spawned
             logger.info(
                 "%s serves again, after %.1f s",
                 self._title,
@@ -408,6 +345,8 @@ class EngineClient:
         self._process_stats = EngineStats()
         context = {"model": self._name}
         logger.error("%s process exited: %s", self._title, self.failure, extra=context)
+        if self._requests.asleep:
+            return  # it could not be loaded again; the next request tries
         if self.info is None:
             self._give_up(f"{self.failure}")
         elif self._may_restart():
@@ -456,10 +395,48 @@ class EngineClient:
                 self._heard = False
                 if self._silence.seconds >= limits.silence_seconds:
                     await self._kill_hung(f"it sent no message for {limits.silence_seconds:g} s")
+                elif limits.idle_seconds:
+                    await self._count_idle(tick)
             elif not self._child.awaits_hosts:
                 self._loading_seconds += tick
                 if self._loading_seconds >= limits.start_seconds:
                     await self._kill_hung(f"not ready {limits.start_seconds:g} s after its start")
+
+    # -- unloaded while idle
+
+    async def _count_idle(self, seconds: float) -> None:
+        """Unload an engine that has been without a request for long enough."""
+        self._idle_seconds = 0.0 if self.outstanding else self._idle_seconds + seconds
+        if self._idle_seconds >= self._supervision.idle_seconds:
+            await self._unload()
+
+    async def _unload(self) -> None:
+        """End the process. The next request starts another one, and waits for it."""
+        child = self._child
+        assert child is not None
+        context = {"model": self._name}
+        logger.info("%s is unloaded: it was idle", self._title, extra=context)
+        self._child = None  # its exit is no failure
+        self._unloading = True
+        self._requests.sleep(self._load_again)
+        try:
+            child.link.send(Shutdown())
+            await child.wait(_UNLOAD_SECONDS)
+        finally:
+            child.kill()
+            child.close()
+            self._unloading = False
+        self._past.add(self._process_stats)
+        self._process_stats = EngineStats()
+        if self._requests.held:
+            self._load_again()
+
+    def _load_again(self) -> None:
+        """Start a process for the requests that wait, unless one starts or the last one ends."""
+        if self._child is None and not self._unloading and not self._stopping:
+            self._idle_seconds = 0.0
+            self.spawn()
+            self._attach()
 
     async def _kill_hung(self, reason: str) -> None:
         assert self._child is not None

@@ -16,16 +16,10 @@ from slipstream.engine.cache.eviction import Retention
 from slipstream.engine.messages import Beam, EngineInfo, EngineStats
 from slipstream.engine.request import GenerateRequest, PromptTable
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.server.engine_link.mailbox import EngineUnavailable as EngineUnavailable
 from slipstream.server.engine_link.mailbox import RequestOutput
 
 UNASSIGNED = 0  # request id of a GenerateRequest before `Engine.submit` gives it one
-
-
-class EngineUnavailable(Exception):
-    """The engine accepts no new work: it is loading, restarting, draining or stopped.
-
-    The text says which.
-    """
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from slipstream.engine.messages import EngineInfo, EngineStats, StepOutputs
 from slipstream.engine.request import GenerateRequest
-from slipstream.server.engine_link.client import LinkedRequests, request_ids
+from slipstream.server.engine_link.client import request_ids
 from slipstream.server.engine_link.link import FromEngine, LinkError, ServerEnd
-from slipstream.server.engine_link.mailbox import InFlightRequest
+from slipstream.server.engine_link.mailbox import InFlightRequest, LinkedRequests
 
 logger = logging.getLogger(__name__)
 

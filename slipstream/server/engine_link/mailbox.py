@@ -2,6 +2,7 @@
 
 A mailbox merges the outputs that arrive between two reads, so a slow reader never builds up a
 queue: `max_tokens` bounds what waits for it. `deliver` is called on the reader's event loop.
+`LinkedRequests` are the requests of one front end at one engine process, over their link.
 """
 
 from __future__ import annotations
@@ -12,9 +13,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from slipstream.engine.messages import Beam, Scores, StepOutputs, Timing
+from slipstream.engine.messages import Beam, Cancel, Scores, StepOutputs, Timing
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.server.engine_link.link import ServerEnd
+
+
+class EngineUnavailable(Exception):
+    """The engine accepts no new work: it is loading, restarting, draining or stopped.
+
+    The text says which.
+    """
 
 
 @dataclass(slots=True)
@@ -192,6 +201,11 @@ class Mailboxes:
         """Close the mailbox of a request that could not be sent."""
         self._close(in_flight.request_id)
 
+    def finish(self, request_id: int, output: RequestOutput) -> None:
+        """Deliver the last output of a request that no engine has."""
+        self._requests[request_id].deliver(output)
+        self._close(request_id)
+
     def deliver(
         self, outputs: StepOutputs, event_loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
@@ -267,6 +281,108 @@ class Mailboxes:
                 if not emptied.done():
                     emptied.set_result(None)
             self._emptied.clear()
+
+
+class LinkedRequests:
+    """The requests of one front end at one engine process, and the link they go over."""
+
+    def __init__(self, ids: Iterator[int]) -> None:
+        """`ids`: the result of `request_ids`."""
+        # why the engine does not serve; None while it serves or loads for the first time
+        self.failure: str | None = None
+        self.draining = False
+        self.processes = 0  # processes that have served
+        self._link: ServerEnd | None = None  # None while the engine does not serve
+        self._mailboxes = Mailboxes(ids)
+        # loads the engine, which was unloaded while idle; None: it was not
+        self._wake: Callable[[], None] | None = None
+        self._held: dict[int, GenerateRequest] = {}  # requests that wait until it serves, by id
+
+    @property
+    def serving(self) -> bool:
+        return self._link is not None
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine was unloaded while idle, and does not serve yet."""
+        return self._wake is not None
+
+    @property
+    def held(self) -> int:
+        """The number of requests that wait for an engine that loads again."""
+        return len(self._held)
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._mailboxes)
+
+    def has(self, request_id: int) -> bool:
+        return request_id in self._mailboxes
+
+    def watch_outstanding(self, on_count: Callable[[int], None]) -> None:
+        """Call this with the number of requests in flight whenever it changes."""
+        self._mailboxes.on_count = on_count
+
+    def serve(self, link: ServerEnd) -> None:
+        """Send requests over this link from now on."""
+        self._link = link
+        self._wake = None
+        self.failure = None
+        self.processes += 1
+        for request in self._held.values():
+            link.send(request)
+        self._held.clear()
+
+    def sleep(self, wake: Callable[[], None]) -> None:
+        """Hold requests until an engine serves again, and call `wake` for each."""
+        self._link = None
+        self._wake = wake
+
+    def lose(self, reason: str) -> None:
+        """Fail the requests in flight and refuse others: the engine process has failed."""
+        self._link = None
+        self._held.clear()
+        self.failure = reason
+        self._mailboxes.fail_all(f"the engine process failed: {reason}")
+
+    def end(self) -> None:
+        """Fail the requests in flight and refuse others: the server is shutting down."""
+        self.draining = True
+        self._mailboxes.fail_all("the server is shutting down")
+
+    def submit(self, request: GenerateRequest) -> InFlightRequest:
+        if self.draining:
+            raise EngineUnavailable("the server is shutting down")
+        if self._link is None and self._wake is None:
+            raise EngineUnavailable(
+                f"the engine is not running: {self.failure or 'it is still loading'}"
+            )
+        in_flight = self._mailboxes.open(request, self._cancel)
+        if self._link is None:
+            assert self._wake is not None
+            self._held[in_flight.request_id] = in_flight.request
+            self._wake()
+            return in_flight
+        try:
+            if not self._link.send(in_flight.request):
+                raise EngineUnavailable("the engine is not running: its process has ended")
+        except Exception:
+            # an open mailbox would count as work that the engine never ends
+            self._mailboxes.withdraw(in_flight)
+            raise
+        return in_flight
+
+    def deliver(self, outputs: StepOutputs) -> None:
+        self._mailboxes.deliver(outputs)
+
+    async def wait_drained(self) -> None:
+        await self._mailboxes.wait_empty()
+
+    def _cancel(self, request_id: int, reason: str) -> None:
+        if self._link is not None:
+            self._link.send(Cancel([request_id], reason))
+        elif self._held.pop(request_id, None) is not None:
+            self._mailboxes.finish(request_id, RequestOutput(finish_reason=reason))
 
 
 def _reports_tokens_only(sampling: SamplingParams) -> bool:

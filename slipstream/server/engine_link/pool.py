@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import replace
 from typing import Any
 
+from slipstream.engine.memory.shares import Demand, memory_shares
 from slipstream.engine.options import flag
 from slipstream.engine.settings import EngineSettings
 from slipstream.repository.models import EngineModel
@@ -17,6 +18,7 @@ from slipstream.server.engine_link.launched import Launched
 from slipstream.server.engine_link.rank_choice import choose_ranks, explain_ranks, spans_machines
 from slipstream.server.engine_link.replicas import Replicas
 from slipstream.server.engine_link.visible_gpus import visible_gpus
+from slipstream.weights.engine_config import weight_bytes
 from slipstream.weights.shards import check_ranks
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ class EnginePool:
         self._command = command
         self._hosts = hosts
         self._launched = Launched() if hosts is None else hosts.launched
+        # memory that models need, by name: those that run, and those that the server starts with
+        self._demands: dict[str, Demand] = {}
         # engines that serve, load, or have failed while serving
         self._clients: dict[str, PooledEngine] = {}
         self._starting: dict[PooledEngine, asyncio.Future[None]] = {}
@@ -73,9 +77,33 @@ class EnginePool:
         chosen = self._choose(settings, model)
         if settings.ranks is None:
             explain_ranks(model.name, chosen, model.engine_config)
-        client = self._create(model, chosen)
+        client = self._create(model, self._with_share(model, chosen))
         self.on_create(client)
         return client
+
+    def expect(self, models: Iterable[EngineModel]) -> None:
+        """Leave memory for these models, which start together."""
+        for model in models:
+            settings = self._choose(replace(model.settings, **self._settings), model)
+            self._demands[model.name] = self._demand(model, settings)
+
+    def _with_share(self, model: EngineModel, settings: EngineSettings) -> EngineSettings:
+        """Return the settings with the share of the memory beside the other models."""
+        demands = self._demands | {model.name: self._demand(model, settings)}
+        share = memory_shares(demands.values())[model.name]
+        self._demands = demands
+        if share < 1.0:
+            logger.info("%s may take %.0f%% of the memory of its device", model.name, 100 * share)
+        return replace(settings, memory_share=share)
+
+    def _demand(self, model: EngineModel, settings: EngineSettings) -> Demand:
+        gpus = visible_gpus(settings.device)
+        ranks = settings.ranks or 1
+        processes = range(settings.replicas * ranks)
+        devices = settings.devices or [index % max(gpus, 1) for index in processes]
+        given = settings.memory_share if settings.memory_share < 1.0 else None
+        size = weight_bytes(model.engine_config.path)
+        return Demand(model.name, given, size // ranks, tuple(devices))
 
     def _choose(self, settings: EngineSettings, model: EngineModel) -> EngineSettings:
         gpus = visible_gpus(settings.device)
@@ -107,6 +135,7 @@ class EnginePool:
     def check(self, models: Iterable[EngineModel]) -> None:
         """Raise ValueError if a setting that overrides the repository's cannot be used."""
         longest = 0
+        models = list(models)
         for model in models:
             longest = max(longest, model.engine_config.build.max_seq_len)
             try:
@@ -117,6 +146,9 @@ class EnginePool:
                 check_ranks(config.spec, config.quantisation, settings.ranks or 1)
             except ValueError as error:
                 raise ValueError(f"{model.name}: {error}") from error
+        self.expect(models)
+        memory_shares(self._demands.values())
+        self._demands = {}
         wanted = self._settings.get("max_sequence_tokens")
         if longest and wanted is not None and wanted > longest:
             raise ValueError(
@@ -170,6 +202,7 @@ class EnginePool:
 
     def forget(self, name: str) -> PooledEngine | None:
         client = self._clients.pop(name, None)
+        self._demands.pop(name, None)
         self.on_change()
         return client
 

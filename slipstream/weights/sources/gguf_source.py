@@ -126,6 +126,7 @@ class GgufSource:
     expanded = ""  # the build says which blocks it keeps
 
     def __init__(self, path: Path, label: str) -> None:
+        self.path = path
         self.label = label
         self.file = read_gguf(path).split_experts()
         self.architecture = _architecture(self.file)
