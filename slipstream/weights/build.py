@@ -134,7 +134,7 @@ def _write_folder(
         (staging / name).write_bytes(content)
         files[name] = hashlib.sha256(content).hexdigest()
     layout = engine_layout(source.spec, plan.dtype, plan.quantisation)
-    meter = ByteMeter("weights", sum(slot.nbytes for slot in layout.values()), progress)
+    meter = ByteMeter(_phase(source), sum(slot.nbytes for slot in layout.values()), progress)
     pieces = _engine_pieces(source, plan)
     files[_WEIGHTS_NAME] = write_tensors(staging / _WEIGHTS_NAME, layout, pieces, meter.add)
     own: dict[str, Any] = {
@@ -191,6 +191,11 @@ def _engine_pieces(source: Source, plan: EnginePlan) -> Iterator[tuple[str, memo
             code = layout[parameter.name].dtype
             for block in rows:
                 yield parameter.name, tensor_bytes(block, DTYPE_NAMES[code])
+
+
+def _phase(source: Source) -> str:
+    """Return what a build says that it writes."""
+    return f"weights, expanded from {source.expanded}" if source.expanded else "weights"
 
 
 def _first_place(parameter: EngineParameter, places: dict[str, int]) -> int:

@@ -70,6 +70,7 @@ class CheckpointSource:
     """A checkpoint folder as a source. Its tensors already have the names of parameters."""
 
     stored = None  # its matrices are plain
+    expanded = ""
 
     def __init__(self, folder: Path, label: str) -> None:
         self.label = label

@@ -15,6 +15,7 @@ from run_engine import logits_of
 from safetensors.torch import load_file, save_file
 from tiny_models import config_of, folder_tensors, random_model
 
+from slipstream.weights.build import build_engine
 from slipstream.weights.sources.hf_folder import HuggingFaceFolder
 from slipstream.weights.sources.source import SourceError
 
@@ -231,6 +232,15 @@ def test_an_engine_has_the_matrices_that_the_quantised_ones_stand_for(plain, tmp
     (ours,) = logits_of(spec, tensors, torch.float32, TOKENS)
     (expected,) = logits_of(spec, meant, torch.float32, TOKENS)
     assert (ours - expected).abs().max() < 1e-5
+
+
+def test_a_build_says_that_it_expands_the_weights(plain, tmp_path):
+    folder = write(plain, tmp_path, "awq")
+    phases: list[str] = []
+    build_engine(
+        folder, tmp_path / "engine", progress=lambda phase, done, total: phases.append(phase)
+    )
+    assert set(phases) == {"weights, expanded from awq"}
 
 
 def change(folder: Path, edit: Callable[[State], object]) -> None:

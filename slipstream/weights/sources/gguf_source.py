@@ -123,6 +123,8 @@ _PLAIN = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}
 
 
 class GgufSource:
+    expanded = ""  # the build says which blocks it keeps
+
     def __init__(self, path: Path, label: str) -> None:
         self.path = path
         self.label = label

@@ -83,6 +83,10 @@ class Source(Protocol):
     def stored(self) -> StoredMatrices | None:
         """The matrices that an engine can keep as they are; None: it has none in blocks."""
 
+    @property
+    def expanded(self) -> str:
+        """How quantised matrices are stored that are read expanded; empty: there are none."""
+
     def tokenizer_files(self) -> dict[str, bytes]: ...
 
     def fingerprint(self) -> str:
