@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -28,9 +29,9 @@ from tiny_server import (
 def serve(tmp_path):
     servers = []
 
-    def start(*options, engine="fine", **settings):
+    def start(*options, engine="fine", temporary=tmp_path / "tmp", **settings):
         repository = make_repository(tmp_path / engine, engine)
-        server = TinyServer(repository, tmp_path / "tmp", *options, **settings)
+        server = TinyServer(repository, temporary, *options, **settings)
         servers.append(server)
         return server
 
@@ -196,16 +197,24 @@ def test_killing_the_server_ends_the_engine(serve):
     assert server.remaining_files() == []
 
 
-def test_files_of_a_server_killed_while_loading_are_removed_by_the_next_one(serve, tmp_path):
-    loading = serve(engine="slow")
+@pytest.fixture
+def short_folder():
+    """A path that is short enough for sockets, also in a process of several."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_files_of_a_server_killed_while_loading_are_removed_by_the_next_one(serve, short_folder):
+    loading = serve(engine="slow", temporary=short_folder)
     wait_for(loading.engine_process)
-    other = serve(engine="fine-too").wait_started()  # removes nothing of a server that runs
+    # removes nothing of a server that runs
+    other = serve(engine="fine-too", temporary=short_folder).wait_started()
     assert loading.remaining_files() != []
     loading.process.kill()
     loading.wait_exit()
     assert loading.remaining_files() != []
     other.close()
-    serve(engine="fine").wait_started()
+    serve(engine="fine", temporary=short_folder).wait_started()
     assert loading.remaining_files() == []
 
 

@@ -503,7 +503,7 @@ def test_label_values_are_escaped():
 
 async def call(app, method, path):
     client = MemoryClient(app)
-    client.send(f"{method} {path} HTTP/1.1\r\n\r\n".encode())
+    client.send(f"{method} {path} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
     head, _, body = (await client.settle()).decode().partition("\r\n\r\n")
     first, *lines = head.split("\r\n")
     headers = dict(line.split(": ") for line in lines)
