@@ -66,6 +66,15 @@ def pooled(outputs: RunOutputs, request_id: int = 0) -> np.ndarray:
     return np.frombuffer(outputs.scores[request_id].pooled, dtype=np.float32)
 
 
+def test_a_step_has_room_for_pooled_and_sampled_states_of_every_token(llama):
+    model, folder = llama
+    [prompt] = some_prompts(1, length=64)  # as many tokens as a step has memory for at first
+    outputs = run(
+        engine(folder), [GenerateRequest(0, prompt, SamplingParams(max_tokens=1, pooling="mean"))]
+    )
+    np.testing.assert_allclose(pooled(outputs), expected(model.model, prompt, "mean"), atol=1e-5)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_pooled_states_equal_those_of_transformers(llama, way):
     model, folder = llama

@@ -74,6 +74,7 @@ class CpuRunner:
         wanted = selection.tokens
         if pools is not None:
             wanted = np.concatenate([wanted, pools.tokens])
+        self._steps.reserve(max(int(counts.sum()), len(wanted)))
         self._steps.fill(plan, positions, counts, self.rows, self.block_tokens)
         self._steps.run(wanted, len(selection.tokens), self._step_adapters(plan))
         pooled: list[pooling.Pooled] = []
@@ -157,10 +158,17 @@ class Steps:
         self._parts = aligned(0)
         self._tokens = 0
         self._embeddings: np.ndarray | None = None
-        self._reserve(_FIRST_TOKENS)
+        self._allocate(_FIRST_TOKENS)
 
-    def _reserve(self, tokens: int) -> None:
-        """Make room for steps of this many tokens."""
+    def reserve(self, tokens: int) -> None:
+        """Make room for a step of this many tokens, or of fewer tokens with as many final states.
+
+        A token has two states if it is both sampled and pooled.
+        """
+        if tokens > self._buffers.tokens:
+            self._allocate(max(tokens, min(2 * self._buffers.tokens, 512)))
+
+    def _allocate(self, tokens: int) -> None:
         self._buffers = Buffers(self._model, tokens, self.team.size)
         self._programs: dict[bool, list[Segment]] = {}
 
@@ -187,8 +195,6 @@ class Steps:
         row_of_entry = np.array(plan.rows)
         ends = np.cumsum(counts)
         total = int(ends[-1])
-        if total > self._buffers.tokens:
-            self._reserve(max(total, min(2 * self._buffers.tokens, 512)))
         tables = rows.tables
         row_of_token = np.repeat(row_of_entry, counts)
         position_of_token = np.arange(total) + np.repeat(positions - (ends - counts), counts)
