@@ -12,8 +12,8 @@ from attention_steps import DEVICE, GPU, MIXES, gpu_plan, slots_of, tables_of
 
 from slipstream.engine.cache.window import Window
 from slipstream.kernels import activation, normalisation, rotary
-from slipstream.kernels.attention import cache_shape, plan_attention
-from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.attention import plan_attention
+from slipstream.kernels.attention_rule import AttentionRule, cache_shape
 from slipstream.kernels.gpu import activation as gpu_activation
 from slipstream.kernels.gpu import normalisation as gpu_normalisation
 from slipstream.kernels.gpu import quantised as gpu_quantised

@@ -7,8 +7,8 @@ import pytest
 import torch
 from attention_steps import DEVICE, GPU, slots_of, tables_of
 
-from slipstream.kernels.attention import cache_shape, plan_attention
-from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.attention import plan_attention
+from slipstream.kernels.attention_rule import AttentionRule, cache_shape
 from slipstream.kernels.gpu.invariant_attention import attend_cached
 from slipstream.kernels.gpu.invariant_gemm import invariant_gemm
 from slipstream.kernels.gpu.prefill_tiles import PrefillPlan, cut_tiles, single_tokens

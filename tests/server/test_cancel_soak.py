@@ -106,7 +106,7 @@ def server(tmp_path_factory):
 
 def request_bytes(body: dict) -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: test\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
     return head.encode() + content
 
 

@@ -1,6 +1,7 @@
 """Engine settings of the command line, checked against the repository before anything loads."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,13 @@ class Engine:
     @property
     def engine_config(self):
         build = SimpleNamespace(max_seq_len=self.longest)
-        return SimpleNamespace(build=build, spec=SPEC, quantisation=Quantisation(), wanted_ranks=1)
+        return SimpleNamespace(
+            path=Path(self.name),
+            build=build,
+            spec=SPEC,
+            quantisation=Quantisation(),
+            wanted_ranks=1,
+        )
 
 
 def check(overrides, *engines):

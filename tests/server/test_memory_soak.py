@@ -102,7 +102,7 @@ class Clients:
     async def _leave(self, body: dict) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         content = json.dumps(body | {"stream": True, "max_tokens": 150}).encode()
-        head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: test\r\n"
+        head = f"POST /v2/models/{MODEL}/generate_stream HTTP/1.1\r\nHost: localhost\r\n"
         writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content)
         await reader.readuntil(b"data:")
         writer.transport.abort()

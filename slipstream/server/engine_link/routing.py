@@ -93,6 +93,7 @@ class Router:
         self.most_blocks = most_blocks
         self.block_load = 0.0  # load of computing one block, in steps
         self._replicas = replicas
+        self._turns = [0] * replicas  # when each was sent a request last
         self._thresholds = thresholds
         self._random = random.Random(seed)
         # by block hash, least recently sent first
@@ -110,7 +111,7 @@ class Router:
         """
         if self.policy == "random":
             return self._random.choice(among)
-        least = min(among, key=lambda replica: (loads[replica], replica))
+        least = self._least(among, loads)
         if self.policy == "load" or not chain:
             return least
         limits = self._thresholds
@@ -122,15 +123,16 @@ class Router:
         best = max(matched[replica] for replica in among)
         if best < limits.matched_share * len(chain):
             return least
-        home = min(
-            (replica for replica in among if matched[replica] == best),
-            key=lambda replica: (loads[replica], replica),
-        )
+        home = self._least([one for one in among if matched[one] == best], loads)
         if best and self._blocks[chain[best - 1]].continuations >= limits.continuations:
             added = (best - matched[least]) * self.block_load
             if loads[home] - loads[least] > added:
                 return least
         return home
+
+    def _least(self, among: Sequence[int], loads: Sequence[float]) -> int:
+        """Return the least loaded replica; among equals the one that has waited longest."""
+        return min(among, key=lambda replica: (loads[replica], self._turns[replica]))
 
     def matched(self, chain: Sequence[int]) -> list[int]:
         """Return how many leading blocks of a prompt each replica was sent before."""
@@ -150,6 +152,7 @@ class Router:
 
     def sent(self, replica: int, chain: Sequence[int]) -> None:
         """Note that a replica has these blocks, or will have when it has computed them."""
+        self._turns[replica] = max(self._turns) + 1
         if self.policy != "prefix":
             return
         child = None
