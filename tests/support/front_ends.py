@@ -104,8 +104,11 @@ def _connect_to_each(processes: list[int], port: int, connect: Callable) -> dict
 
 def _owner(processes: list[int], port: int, client_port: int) -> int:
     """Return the process that has the server's end of a connection."""
-    (inode,) = (row[2] for row in _connections() if row[:2] == (port, client_port))
-    (owner,) = (process for process in processes if inode in _inodes(process))
+    # a set: the kernel may list a connection twice if others open meanwhile
+    inodes = {
+        inode for local, remote, inode in _connections() if (local, remote) == (port, client_port)
+    }
+    (owner,) = (process for process in processes if inodes & _inodes(process))
     return owner
 
 
