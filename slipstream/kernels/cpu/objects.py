@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from slipstream.kernels.cpu.compiler.levels import Level
+from slipstream.kernels.cpu.link import Image
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Code:
     level: Level
     serve: int  # addresses of the functions that code/step.py exports
     launch: int
-    engine: Any  # keeps the code in memory
+    image: Image  # keeps the code in memory
 
 
 _loaded: dict[str, Code] = {}  # by the level's name; a process loads a level once
@@ -56,7 +56,8 @@ def load_code(
             progress(PHASE, 1, 1)
             if path is not None:
                 _write(path, data)
-        _loaded[level.name] = _link(level, data)
+        image = Image(data)
+        _loaded[level.name] = Code(level, image.address("serve"), image.address("launch"), image)
     return _loaded[level.name]
 
 
@@ -66,14 +67,6 @@ def _compile(level: Level) -> bytes:
     from slipstream.kernels.cpu.compiler.build import compile_object
 
     return compile_object(write_module(level), level)
-
-
-def _link(level: Level, data: bytes) -> Code:
-    from slipstream.kernels.cpu.compiler.build import link
-
-    engine = link(data, level)
-    serve = engine.get_function_address("serve")
-    return Code(level, serve, engine.get_function_address("launch"), engine)
 
 
 def function_of(address: int) -> Callable[[int], None]:

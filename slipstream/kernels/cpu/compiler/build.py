@@ -24,15 +24,6 @@ def compile_object(text: str, level: Level) -> bytes:
     return code
 
 
-def link(code: bytes, level: Level) -> llvm.ExecutionEngine:
-    """Load an object into this process."""
-    machine = _machine(level)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    return engine
-
-
 def _machine(level: Level) -> llvm.TargetMachine:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
