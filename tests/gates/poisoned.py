@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,10 +149,9 @@ def _start(repository: Path, folder: Path) -> _Run:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     served = False
     seconds = 0.0
-    while True:
-        ended, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if ended:
-            break
+    mebibytes = 0.0
+    while process.poll() is None:
+        mebibytes = max(mebibytes, _most_memory(process.pid))
         if not served and "API docs" in log.read_text(errors="replace"):
             served = True
             seconds = time.monotonic() - begun
@@ -159,7 +159,15 @@ def _start(repository: Path, folder: Path) -> _Run:
         if time.monotonic() - begun > 6 * _MOST_SECONDS:
             process.kill()
         time.sleep(0.02)
-    process.returncode = os.waitstatus_to_exitcode(status)
     seconds = seconds or time.monotonic() - begun
     lines = log.read_text(errors="replace").splitlines()
-    return _Run(None if served else process.returncode, lines, seconds, usage.ru_maxrss / 1024)
+    return _Run(None if served else process.returncode, lines, seconds, mebibytes)
+
+
+def _most_memory(process: int) -> float:
+    """Return the peak of a process in MiB. `ru_maxrss` would count the parent's, too."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    return 0.0  # it has ended

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+_WORDS = {True: "yes", False: "NO", None: "not tried"}
 
 
 @dataclass(frozen=True)
 class Row:
     case: str
     found: str
-    holds: bool
+    holds: bool | None  # None: not tried, because the machine lacks a program
 
 
 def show(name: str, rows: Sequence[Row], seconds: float) -> str:
@@ -34,5 +35,5 @@ def show(name: str, rows: Sequence[Row], seconds: float) -> str:
         "| case | found | holds |",
         "|---|---|---|",
     ]
-    lines += [f"| {row.case} | {row.found} | {'yes' if row.holds else 'NO'} |" for row in rows]
+    lines += [f"| {row.case} | {row.found} | {_WORDS[row.holds]} |" for row in rows]
     return "\n".join(lines)

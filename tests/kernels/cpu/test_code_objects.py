@@ -107,24 +107,26 @@ def test_the_setting_and_the_variable_choose_the_level(monkeypatch):
 
 
 def test_several_teams_run_and_end():
-    before = threading.active_count()
+    before = set(threading.enumerate())
     teams = [new_team(threads) for threads in (1, 2, 3)]
     assert all(works(team) for team in teams * 3)
     for team in teams:
         team.close()
         team.close()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     with pytest.raises(RuntimeError, match="have ended"):
         works(teams[1])
 
 
 def test_a_team_that_is_dropped_ends_its_threads():
-    before = threading.active_count()
+    gc.collect()  # teams of other tests
+    before = set(threading.enumerate())
     team = new_team(3)
     assert works(team)
+    assert len(set(threading.enumerate()) - before) == 2
     del team
     gc.collect()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_idle_threads_sleep():
