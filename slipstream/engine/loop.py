@@ -23,6 +23,7 @@ from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from slipstream.engine.adapters.loader import AdapterLoader
@@ -46,10 +47,12 @@ class StepRunner(Protocol):
     """Carries out plans; see runner.py for the CPU and gpu/runner.py for the GPU."""
 
     block_tokens: int
-    cache: Tensor
     rows: Rows
     adapters: AdapterPages | None
     host: HostCache | None
+
+    @property
+    def cache(self) -> Tensor | np.ndarray: ...
 
     def launch(self, plan: StepPlan) -> LaunchedStep: ...
 

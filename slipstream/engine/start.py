@@ -46,6 +46,7 @@ from slipstream.model.spec import ModelSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slipstream.engine.cpu.packed_file import PackedFile
     from slipstream.kernels.gpu.compilation.pool import CompilePool
 
 
@@ -65,6 +66,10 @@ class Weights(Protocol):
         """Return them as stored, as arrays of numpy."""
         ...
 
+    def packed_file(self, dtype: str) -> PackedFile | None:
+        """Return the file that keeps them packed for compiled code; None: there is none."""
+        ...
+
 
 class TensorsInMemory:
     """Weights that are tensors of torch already."""
@@ -79,6 +84,9 @@ class TensorsInMemory:
         from slipstream.engine.with_torch.arrays import to_arrays
 
         return to_arrays(self._tensors)
+
+    def packed_file(self, dtype: str) -> PackedFile | None:
+        return None
 
 
 class RankGroup(NamedTuple):
@@ -237,7 +245,10 @@ def _prepare_compiled(
     arrays = weights.arrays()
     weight_bytes = sum(bytes_of(weight) for weight in arrays.values())
     exact = settings.exact_activations
-    model = CpuModel(spec, arrays, sizes.dtype, sizes.longest, settings.kernel_options, exact)
+    packed = weights.packed_file(sizes.dtype)
+    model = CpuModel(
+        spec, arrays, sizes.dtype, sizes.longest, settings.kernel_options, exact, packed
+    )
     # A wider window covers every sequence.
     if min(settings.attention_windows, default=sizes.longest) < sizes.longest:
         model.set_attention_windows(settings.attention_windows, settings.sink_tokens)

@@ -17,16 +17,20 @@ from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.kernels.stored import Weight
 from slipstream.weights.cache.locks import hold
 from slipstream.weights.engine_config import CONFIG_NAME
-from slipstream.weights.engine_folder import EngineFolder, read_engine_folder
+from slipstream.weights.engine_folder import EngineFolder, rank_file, read_engine_folder
 from slipstream.weights.home import cpu_code_folder, slipstream_home
-from slipstream.weights.integrity import verify_weights
+from slipstream.weights.integrity import identify_folder, verify_weights
 from slipstream.weights.lora import read_adapter_folder
 from slipstream.weights.shards import rank_spec, rank_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slipstream.engine.cpu.packed_file import PackedFile
     from slipstream.kernels.gpu.compilation.pool import CompilePool
+
+# Smaller engines are packed at each start.
+_PACKED_FROM_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,16 @@ class FolderWeights:
         if self.ranks > 1:
             raise ValueError("a rank's part of the weights is made with torch")
         return self.folder.weights()
+
+    def packed_file(self, dtype: str) -> PackedFile | None:
+        path = self.folder.path
+        size = rank_file(path, 0).stat().st_size
+        if self.ranks > 1 or size < _PACKED_FROM_BYTES:
+            return None
+        from slipstream.engine.cpu.packed_file import PackedFile
+
+        digest = identify_folder(path)
+        return PackedFile(path / f"rank0.packed-{dtype}", digest, dtype, 2 * size)
 
 
 def start_engine(

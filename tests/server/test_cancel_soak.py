@@ -214,7 +214,7 @@ def test_disconnected_clients_leave_no_blocks_rows_or_tasks(server, count):
         "scheduled": 0,
         "waiting": 0,
     }
-    assert after["cancelled"] - before["cancelled"] > count // 5, (
+    assert after["cancelled"] - before["cancelled"] > count // 10, (
         "too few clients left while the engine worked"
     )
     assert canaries

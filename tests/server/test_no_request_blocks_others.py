@@ -1,7 +1,7 @@
 """A large or slow request delays neither the streams of others nor the health of the server.
 
 The bounds are wide: a loaded machine delays everything. The defects that these tests would find
-stopped the server for 2 to 10 seconds.
+stopped the server for 2 to 10 seconds, beside nothing else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONTEXT = 2048
 SCORED_TOKENS = 1300
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 JSON = {"content-type": "application/json"}
-LEAST_BOUND = 1.0  # seconds
+LEAST_BOUND = 2.0  # seconds
 TIMES_IDLE = 10.0
 TEXT = "some words of a long prompt "
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.engine.plan import StepPlan
+from slipstream.engine.with_torch.arrays import as_tensor
 
 _PIECE_BYTES = 2**30
 
@@ -29,8 +31,10 @@ class HostCache:
     asked for; tensors of just under 1 GiB take hardly more.
     """
 
-    def __init__(self, cache: Tensor, slots: int, block_tokens: int) -> None:
+    def __init__(self, cache: Tensor | np.ndarray, slots: int, block_tokens: int) -> None:
         """cache: [layers, 2, kv_heads, slots, head_size] on the device"""
+        if isinstance(cache, np.ndarray):
+            cache = as_tensor(cache)
         self._blocks = view_blocks(cache, block_tokens)
         # The values of one slot are contiguous, because they move together.
         shape = (*self._blocks.shape[:3], self._blocks.shape[4])

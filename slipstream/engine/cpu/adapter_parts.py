@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from slipstream.engine.cpu.step_parts import StepParts
+from slipstream.engine.with_torch.arrays import as_tensor
 from slipstream.kernels.activation import ACTIVATIONS
-from slipstream.kernels.adapters import CpuStepAdapters
-
-
-@dataclass(slots=True)
-class StepParts:
-    """What such parts need to know about a step."""
-
-    tokens: int
-    adapters: CpuStepAdapters | None = None
 
 
 class AdapterPart:
@@ -33,6 +24,7 @@ class AdapterPart:
         self._x = as_tensor(x)
         self._outputs = [as_tensor(output) for output in outputs]
 
+    @torch.inference_mode()
     def __call__(self, step: StepParts) -> None:
         assert step.adapters is not None
         x = self._x[: step.tokens]
@@ -52,14 +44,9 @@ class ApplyGate:
         self._parts = [as_tensor(part) for part in parts]
         self._target = as_tensor(target)
 
+    @torch.inference_mode()
     def __call__(self, step: StepParts) -> None:
         result = self._activate(self._parts[0][: step.tokens])
         for part in self._parts[1:]:
             result = result * part[: step.tokens]
         self._target[: step.tokens] = result
-
-
-def as_tensor(array: np.ndarray) -> Tensor:
-    """Return a tensor on the same memory; uint16 is bfloat16."""
-    tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor

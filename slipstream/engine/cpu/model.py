@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.engine.cpu.packed_file import PackedFile
 from slipstream.engine.cpu.weights import StoredWeights
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.cpu.memory import round_up
@@ -85,16 +86,17 @@ class CpuModel:
         positions: int,
         options: KernelOptions = KernelOptions(),
         exact_activations: bool = False,
+        packed: PackedFile | None = None,
     ) -> None:
         """dtype: float32 or bfloat16; positions: the longest sequence; exact_activations: do not
-        round activations to 8 bits where weights are quantised
+        round activations to 8 bits where weights are quantised; packed: see `StoredWeights`
         """
         self.exact = exact_activations
         self.spec = spec
         self.dtype = dtype
         self.options = options
         self.format = Format.F32 if dtype == "float32" else Format.BF16
-        self._source = StoredWeights(weights, dtype)
+        self._source = StoredWeights(weights, dtype, packed)
         self.width = round_up(spec.hidden_size, 32)
         # rounded as the model was trained with it, in the type of its embedding
         self.embedding_scale = self._rounded(spec.embedding_scale)

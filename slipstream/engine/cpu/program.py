@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.engine.cpu.adapter_parts import AdapterPart, ApplyGate, StepParts
 from slipstream.engine.cpu.model import CpuModel, LayerWeights, LinearWeights, NormWeights
+from slipstream.engine.cpu.step_parts import Segment
 from slipstream.kernels.adapter_layout import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
 from slipstream.kernels.cpu.layout import BLOCK, LANES
 from slipstream.kernels.cpu.levels import LAYOUT_OF
@@ -33,9 +33,6 @@ from slipstream.kernels.cpu.operations import (
     encode,
     row_bytes,
 )
-
-# Operations that compiled code carries out in one call, or a part that torch carries out
-Segment = np.ndarray | Callable[[StepParts], None]
 
 NO_WINDOW = 2**30  # larger than any position
 _PART = 4096  # tokens of a part of the vocabulary
@@ -134,6 +131,8 @@ class ProgramWriter:
     def _adapt(self, index: int, linear: int, x: np.ndarray, y: Sequence[np.ndarray]) -> None:
         """Let torch add the adapters' output for x to y, the parts of a linear layer's output."""
         if self.adapted:
+            from slipstream.engine.cpu.adapter_parts import AdapterPart
+
             self._end_segment()
             self._segments.append(AdapterPart(index, linear, x, y))
 
@@ -217,6 +216,8 @@ class ProgramWriter:
             epilogue = Epilogue.GATE if gated else Epilogue.ACTIVATE
             self._linear(layer.up, x, middle, epilogue, rows, True, kind=self._middle_format(layer))
             return
+        from slipstream.engine.cpu.adapter_parts import ApplyGate
+
         up = self.buffers.up
         half = up.shape[1] // 2
         size = self.spec.ffn_size

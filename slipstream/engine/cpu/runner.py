@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
-from torch import Tensor
 
 from slipstream.engine import pooling, sampler, scores
-from slipstream.engine.cache.host_cache import HostCache
-from slipstream.engine.cpu.adapter_parts import StepParts
 from slipstream.engine.cpu.model import CpuModel
-from slipstream.engine.cpu.program import Buffers, Cache, ProgramWriter, Segment
+from slipstream.engine.cpu.program import Buffers, Cache, ProgramWriter
+from slipstream.engine.cpu.step_parts import Segment, StepParts
 from slipstream.engine.handle import Handle
 from slipstream.engine.plan import StepPlan, sampling_places
 from slipstream.engine.rows import Rows
-from slipstream.engine.with_torch.runner import copy_blocks
-from slipstream.kernels.adapters import AdapterPages, CpuStepAdapters
 from slipstream.kernels.attention_rule import cache_shape
 from slipstream.kernels.cpu.layout import CHUNK, PART_FLOATS, TILE_LANES
-from slipstream.kernels.cpu.memory import aligned
+from slipstream.kernels.cpu.memory import aligned, sparse
 from slipstream.kernels.cpu.objects import Code
 from slipstream.kernels.cpu.operations import Context, Format
 from slipstream.kernels.cpu.team import Team
+
+if TYPE_CHECKING:  # torch is loaded with the first adapter, or for a host cache
+    from slipstream.engine.cache.host_cache import HostCache
+    from slipstream.kernels.adapters import AdapterPages, CpuStepAdapters
 
 _FIRST_TOKENS = 64  # tokens of a step that there is memory for at first
 # From this many tokens of a row on, attention computes tiles of queries.
@@ -50,7 +52,6 @@ class CpuRunner:
         self.adapters: AdapterPages | None = None  # None until the first adapter is loaded
         self._steps = Steps(model, code, threads, self.cache)
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Handle:
         if self.host is not None:
             self.host.move(plan)
@@ -110,6 +111,8 @@ class CpuRunner:
         pages = [self.rows.pages[row] for row in plan.rows]
         if not any(pages):
             return None
+        from slipstream.kernels.adapters import CpuStepAdapters
+
         return CpuStepAdapters(
             self.adapters, pages, plan.counts, batch_invariant=self.model.options.deterministic
         )
@@ -119,11 +122,26 @@ class CpuRunner:
         self._steps.team.close()
 
 
-def new_cache(model: CpuModel, slots: int) -> Tensor:
-    """Return an empty cache for the keys and values of all layers, in attention's layout."""
+def new_cache(model: CpuModel, slots: int) -> np.ndarray:
+    """Return an empty cache for the keys and values of all layers, in attention's layout.
+
+    bfloat16 is stored as uint16.
+    """
     spec = model.spec
     shape = cache_shape(spec.layers, slots, spec.kv_heads, spec.head_size)
-    return torch.zeros(shape, dtype=getattr(torch, model.dtype))
+    dtype = np.dtype(np.float32 if model.format is Format.F32 else np.uint16)
+    return sparse(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+
+def copy_blocks(cache: np.ndarray, copies: list[tuple[int, int]], block_tokens: int) -> None:
+    """Copy blocks (source, target). No block is both a source and a target.
+
+    cache: [layers, 2, kv_heads, slots, head_size]
+    """
+    if copies:
+        blocks = cache.reshape(*cache.shape[:3], -1, block_tokens * cache.shape[4])
+        sources, targets = (list(numbers) for numbers in zip(*copies, strict=True))
+        blocks[:, :, :, targets] = blocks[:, :, :, sources]
 
 
 class LikeliestTokens:
@@ -140,15 +158,9 @@ class LikeliestTokens:
 class Steps:
     """Computes steps: keeps the programs, their memory and the context of a step."""
 
-    def __init__(self, model: CpuModel, code: Code, threads: int, cache: Tensor) -> None:
+    def __init__(self, model: CpuModel, code: Code, threads: int, cache: np.ndarray) -> None:
         self._model = model
-        layers = cache.stride(0) * cache.element_size()
-        self._cache = Cache(
-            cache.data_ptr(),
-            layers,
-            cache.stride(1) * cache.element_size(),
-            cache.stride(2) * cache.element_size(),
-        )
+        self._cache = Cache(int(cache.ctypes.data), *cache.strides[:3])
         widest = max(model.width, model.middle_width, model.spec.q_size, model.spec.qkv_size)
         self.team = Team(code, threads, 4 * widest + 256)
         self._context = aligned(8 * Context.SIZE).view(np.int64)

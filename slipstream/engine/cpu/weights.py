@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.engine.cpu.packed_file import PackedFile
 from slipstream.kernels.blocks import BlockMatrix, BlockRows
 from slipstream.kernels.cpu.layout import BLOCK
 from slipstream.kernels.cpu.pack import Packed, pack
@@ -42,9 +43,12 @@ class StoredWeights:
     missing and the unused ones.
     """
 
-    def __init__(self, weights: Mapping[str, Weight], dtype: str) -> None:
-        """dtype: float32 or bfloat16"""
+    def __init__(
+        self, weights: Mapping[str, Weight], dtype: str, packed: PackedFile | None = None
+    ) -> None:
+        """dtype: float32 or bfloat16; packed: the file that keeps packed matrices"""
         self._left = dict(weights)
+        self._file = packed
         self._missing: list[str] = []
         self.dtype = dtype
 
@@ -76,7 +80,16 @@ class StoredWeights:
         """Return the weight `name`.weight of a linear layer, packed, in parts that follow each
         other.
         """
-        shape = (outputs, inputs)
+        if self._file is None:
+            return self._pack(name, (outputs, inputs), gated)
+        found = self._file.find(name)
+        if found is None:
+            return self._file.add(name, self._pack(name, (outputs, inputs), gated))
+        self._left.pop(f"{name}.scales", None)
+        self._take(f"{name}.weight", None)
+        return found
+
+    def _pack(self, name: str, shape: tuple[int, int], gated: bool) -> tuple[Packed, ...]:
         scales = self._left.pop(f"{name}.scales", None)
         if scales is not None:
             return (self._quantised_matrix(name, to_float32(scales), shape, gated),)
@@ -117,15 +130,18 @@ class StoredWeights:
             problems.append(f"unknown tensors: {_some(sorted(self._left))}")
         if problems:
             raise ValueError("; ".join(problems))
+        if self._file is not None:
+            self._file.finish()
 
     def _in_type(self, weight: Weight) -> np.ndarray:
         return to_bfloat16(weight) if self.dtype == _BF16 else to_float32(weight)
 
-    def _take(self, name: str, shape: tuple[int, ...]) -> Weight | None:
+    def _take(self, name: str, shape: tuple[int, ...] | None) -> Weight | None:
+        """shape: None: it is not read"""
         weight = self._left.pop(name, None)
         if weight is None:
             self._missing.append(name)
-        elif shape_of(weight) != shape:
+        elif shape is not None and shape_of(weight) != shape:
             raise ValueError(f"{name}: shape {shape_of(weight)}, the model's config says {shape}")
         return weight
 

@@ -1,9 +1,10 @@
-"""Tensors of torch as stored arrays."""
+"""Tensors of torch as stored arrays, and arrays as tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,3 +27,9 @@ def to_arrays(tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
         code, viewed = _CODES[tensor.dtype]
         found[name] = StoredArray(code, (tensor if viewed is None else tensor.view(viewed)).numpy())
     return found
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """Return a tensor on the same memory; uint16 is bfloat16."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor

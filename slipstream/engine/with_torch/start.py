@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slipstream.engine.loop import Progress, StepRunner, warm_up
+from slipstream.engine.loop import Progress, warm_up
 from slipstream.engine.memory import division
 from slipstream.engine.memory.cores import usable_cores
 from slipstream.engine.memory.placement import cpu_threads, place_rank
@@ -52,12 +52,15 @@ def prepare_model(
     parts = divide_memory(model, settings, sizes, limits.rows, ranks)
     warm = _prepare_runner(model, settings.block_tokens, sizes, parts, progress, compiler, ranks)
     rules = [layer.rule for layer in model.layers]
-    return PreparedModel(rules, parts, warm, weight_bytes, _describe_cache(warm.runner))
+    return PreparedModel(rules, parts, warm, weight_bytes, _describe_cache(warm.runner.cache.dtype))
 
 
-def _describe_cache(runner: StepRunner) -> str:
-    names = {packed_cache.DTYPE: "bfloat16 in 12 bits", torch.float8_e4m3fn: "fp8"}
-    dtype = runner.cache.dtype
+def _describe_cache(dtype: object) -> str:
+    """Return the name of a type of torch."""
+    names: dict[object, str] = {
+        packed_cache.DTYPE: "bfloat16 in 12 bits",
+        torch.float8_e4m3fn: "fp8",
+    }
     return names.get(dtype, str(dtype).removeprefix("torch."))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 
 ALIGNMENT = 64
@@ -12,6 +14,15 @@ def aligned(count: int) -> np.ndarray:
     room = np.zeros(count + ALIGNMENT, dtype=np.uint8)
     start = -room.ctypes.data % ALIGNMENT
     return room[start : start + count]
+
+
+def sparse(count: int) -> np.ndarray:
+    """Return zeroed bytes for use here and there: pages are small, so that a used one takes 4 KiB
+    and not 2 MiB.
+    """
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
 
 
 def aligned_rows(rows: int, columns: int, dtype: type) -> np.ndarray:

@@ -1,7 +1,8 @@
 """The cache of engine folders: one for each source, type and quantisation.
 
-Every command and `slipstream.LLM` take their engine from here. An engine folder is never changed:
-if the source has changed, another folder is built beside it, so that running servers keep theirs.
+Every command and `slipstream.LLM` take their engine from here. An engine folder is never changed,
+except that engines on a CPU add packed weights. If the source has changed, another folder is built
+beside it, so that running servers keep theirs.
 
     engines/smollm2-135m-stored-3f2a91bc.77aa01d2
             name         type   key      content
