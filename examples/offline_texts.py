@@ -2,8 +2,8 @@
 
     python examples/offline_texts.py prompts.txt answers.jsonl --model smollm2-135m
 
-All prompts run together: the engine starts one as soon as there is room. `slipstream batch` does the
-same for files in OpenAI's batch format.
+All prompts run together: the engine starts one as soon as there is room. `slipstream batch` does
+the same for files in OpenAI's batch format.
 """
 
 import argparse

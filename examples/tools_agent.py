@@ -2,13 +2,13 @@
 
     python examples/tools_agent.py "What is 17 times 23?"
 
-Small models call functions poorly. `--force` makes the first step a call in any case: the server then
-only allows tokens that form one.
+Small models call functions poorly. `--force` makes the first step a call in any case: the server
+then only allows tokens that form one.
 """
 
 import argparse
 import json
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from openai import OpenAI
 
@@ -20,7 +20,7 @@ def multiply(first: float, second: float) -> float:
 
 
 def time_in(city: str) -> str:
-    return f"It is {datetime.now(timezone.utc):%H:%M} UTC; the offset of {city} is not known."
+    return f"It is {datetime.now(UTC):%H:%M} UTC; the offset of {city} is not known."
 
 
 FUNCTIONS = {"multiply": multiply, "time_in": time_in}

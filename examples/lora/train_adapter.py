@@ -2,8 +2,8 @@
 
     python examples/lora/train_adapter.py adapters/pirate --text examples/lora/pirate.txt
 
-It is as small as training can be: each line is one example, and there is no validation. For real data use
-a trainer, such as trl's; its adapters are served in the same way.
+It is as small as training can be: each line is one example, and there is no validation. For real
+data, use a trainer, such as trl's; its adapters are served in the same way.
 """
 
 import argparse
