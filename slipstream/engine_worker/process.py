@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.engine.memory.cores import usable_cores
 from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
@@ -57,7 +58,7 @@ def start_real_engine(
 
         return start_own_ranks(engine_folder, settings)
     on_gpu = not cpu_probe.runs_on_cpu(settings)
-    compiler = start_pool(_kernels_of(engine_folder, settings)) if on_gpu else None
+    compiler = _start_compiling(engine_folder, settings) if on_gpu else None
     settings = cpu_probe.prepare(settings)
     try:
         if place is not None:
@@ -68,6 +69,10 @@ def start_real_engine(
     finally:
         if compiler is not None:
             compiler.close()
+
+
+def _start_compiling(engine_folder: str, settings: EngineSettings) -> CompilePool | None:
+    return start_pool(_kernels_of(engine_folder, settings), int(usable_cores()))
 
 
 def _start_one_rank(
