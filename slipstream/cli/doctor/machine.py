@@ -137,7 +137,7 @@ def processor(torch: TorchReport) -> Section:
     if not torch.failure:
         choice = cpu_probe.choose(cpu=(model, flags))
         facts["computes in"] = f"{choice.dtype}: {cpu_probe.explain(choice, flags)}"
-        facts["compiled code"] = cpu_probe.explain_code(cpu_probe.choose_code(cpu=(model, flags)))
+        facts["compiled code"] = explain_code(choose_code(cpu=(model, flags)))
     findings = []
     if free < _LITTLE_MEMORY:
         remedy = "end other programs, or take a smaller model"
