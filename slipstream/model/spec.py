@@ -59,7 +59,7 @@ _VOCABULARY_MULTIPLE = 64
 _ALIGNED_VOCABULARY_FROM = 1024  # tokens of a part; smaller parts are not rounded
 
 
-RopeKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeKind = Literal["linear", "yarn", "llama3", "longrope"]
 # shared: the same weights for all heads; head: weights for each head; all: one norm over the heads
 # together; plain: each head without weights, in layers with RoPE only
 QkNormKind = Literal["shared", "head", "all", "plain"]
