@@ -142,7 +142,7 @@ def _attend_decode(
     # Queries that share a KV head become several queries of one head, so that keys are read once.
     grouped = q.reshape(rows, len(keys), heads // len(keys), size)
     few = rows * group.length < _GEMM_FROM_TOKENS or isinstance(group.where, slice)
-    if few and not rule.softcap and rule.slopes is None:
+    if few and not rule.softcap and rule.slopes is None and rule.sink_logits is None:
         out = functional.scaled_dot_product_attention(
             grouped, k, v, attn_mask=mask, scale=rule.scale
         )
@@ -151,7 +151,8 @@ def _attend_decode(
         if rule.slopes is not None:
             bias = position_bias(rule.slopes, group.first, group.first + group.length)
             scores = scores + bias.view(len(keys), -1, group.length)
-        weights = torch.softmax(scores if mask is None else scores.add_(mask), dim=-1)
+        scores = scores if mask is None else scores.add_(mask)
+        weights = softmax(scores, sink_logits(rule, scores, (len(keys), -1, 1)))
         out = torch.matmul(weights.to(v.dtype), v)
     return out.reshape(rows, heads, size)
 
@@ -183,7 +184,8 @@ def _attend_prefill(
             bias = position_bias(rule.slopes, oldest, last)
             scores = scores + bias.view(len(k), 1, group, -1)
         scores += tile_mask(first, last, oldest, rule, q.dtype, q.device)[:, None, :]
-        weights = torch.softmax(scores, dim=-1).view(len(k), -1, last - oldest).to(v.dtype)
+        weights = softmax(scores, sink_logits(rule, scores, (len(k), 1, group, 1)))
+        weights = weights.view(len(k), -1, last - oldest).to(v.dtype)
         tile = torch.bmm(weights, v[:, keys]).view(len(k), end - begin, heads // len(k), size)
         output[begin:end] = tile.transpose(0, 1).reshape(end - begin, heads, size)
     return output
@@ -193,6 +195,23 @@ def softcap(scores: Tensor, rule: AttentionRule) -> Tensor:
     if not rule.softcap:
         return scores
     return torch.tanh(scores / rule.softcap).mul_(rule.softcap)
+
+
+def sink_logits(rule: AttentionRule, scores: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """Return the sink logits of the heads in this shape, as `softmax` takes them."""
+    if rule.sink_logits is None:
+        return None
+    return torch.tensor(rule.sink_logits, dtype=scores.dtype, device=scores.device).view(shape)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the weights of the keys: [..., keys]. sinks: [..., 1], of the same number of
+    dimensions as scores or fewer, a logit beside those of the keys
+    """
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    beside = sinks.expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, beside), dim=-1), dim=-1)[..., :-1].contiguous()
 
 
 def position_bias(slopes: Slopes, first: int, last: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,9 @@ class AttentionRule:
     # positions of a chunk: only keys of the query's own chunk are attended to; None: no limit
     chunk: int | None = None
     slopes: Slopes | None = None
+    # A logit of each head that takes part in the softmax and adds nothing to the result; None: no
+    # such logits. Masks, which rules choose, do not depend on it.
+    sink_logits: tuple[float, ...] | None = field(default=None, compare=False)
 
 
 def cache_shape(layers: int, slots: int, kv_heads: int, head_size: int) -> tuple[int, ...]:

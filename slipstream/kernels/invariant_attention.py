@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention import gather, position_bias, softcap, tile_mask
+from slipstream.kernels.attention import (
+    gather,
+    position_bias,
+    sink_logits,
+    softcap,
+    softmax,
+    tile_mask,
+)
 from slipstream.kernels.attention_rule import AttentionRule
 
 _TILE_TOKENS = 16  # positions of a tile of queries
@@ -100,7 +107,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, tile: QueryTile, rule: AttentionRul
         bias = position_bias(rule.slopes, 0, k.shape[1])
         scores = scores + bias.view(len(k), 1, group, -1)
     scores += tile.masks[rule][:, None, :]
-    weights = torch.softmax(scores, dim=-1).view(len(k), -1, k.shape[1]).to(v.dtype)
+    weights = softmax(scores, sink_logits(rule, scores, (len(k), 1, group, 1)))
+    weights = weights.view(len(k), -1, k.shape[1]).to(v.dtype)
     result = torch.bmm(weights, v).view(len(k), _TILE_TOKENS, group, size)
     kept = result[:, tile.offset : tile.offset + count]
     return kept.transpose(0, 1).reshape(count, heads, size)

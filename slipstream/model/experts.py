@@ -32,7 +32,9 @@ class Mixture:
     ) -> None:
         assert spec.experts is not None
         self.experts = spec.experts
-        self.router = source.linear(f"{name}.router", spec.experts.count, spec.hidden_size, False)
+        self.router = source.linear(
+            f"{name}.router", spec.experts.count, spec.hidden_size, spec.experts.biases
+        )
         build = gpu_experts if source.device.type == "cuda" else cpu_experts
         held = spec.experts.held_by(ranks.rank, ranks.size)
         self.run_experts = build(spec, source, f"{name}.experts", activate, held)
@@ -97,8 +99,9 @@ def cpu_experts(
     assert spec.experts is not None
     count = len(held)
     ffn_size = spec.experts.ffn_size
-    up_projs = source.linears(f"{name}.gate_up", count, 2 * ffn_size, spec.hidden_size)
-    down_projs = source.linears(f"{name}.proj", count, spec.hidden_size, ffn_size)
+    biases = spec.experts.biases
+    up_projs = source.linears(f"{name}.gate_up", count, 2 * ffn_size, spec.hidden_size, biases)
+    down_projs = source.linears(f"{name}.proj", count, spec.hidden_size, ffn_size, biases)
     experts = [
         Expert(up_proj, activate, down_proj)
         for up_proj, down_proj in zip(up_projs, down_projs, strict=True)

@@ -12,6 +12,7 @@ Tensor names, in a checkpoint and in an engine. Weights are [out_features, in_fe
     attention.q_layernorm.weight  [head_size]   with qk-norm; k_layernorm likewise
                                   [heads * head_size] and [kv_heads * head_size] if heads have
                                   weights of their own, see `qk_norm_kind`
+    attention.sinks.weight        [heads]   with sink logits
     attention.dense.weight        [hidden, heads * head_size]   the output projection (o_proj)
     post_layernorm.weight         [hidden]
     pre_feedforward_layernorm, post_feedforward_layernorm
@@ -47,11 +48,31 @@ the two.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal
 
+from slipstream.model.options import (
+    Alibi,
+    ClampedGate,
+    Experts,
+    QueryScaling,
+    RopeKind,
+    RopeScaling,
+    check_sizes,
+)
+
+__all__ = [
+    "Alibi",
+    "ClampedGate",
+    "Experts",
+    "ModelSpec",
+    "QueryScaling",
+    "RopeKind",
+    "RopeScaling",
+]
+
 # Several times what any model has: a config with larger counts is damaged.
-_MOST_EXPERTS = 4096
 MOST_LAYERS = 4096
 _FP8_SENSITIVE_BELOW = 2048  # hidden size
 # A rank's part of a large vocabulary is a multiple of this, as the kernels of a GPU want it.
@@ -59,89 +80,9 @@ _VOCABULARY_MULTIPLE = 64
 _ALIGNED_VOCABULARY_FROM = 1024  # tokens of a part; smaller parts are not rounded
 
 
-RopeKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
 # shared: the same weights for all heads; head: weights for each head; all: one norm over the heads
 # together; plain: each head without weights, in layers with RoPE only
 QkNormKind = Literal["shared", "head", "all", "plain"]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """The scaling of rotary frequencies beyond the trained context. Unused fields keep their
-    default.
-    """
-
-    kind: RopeKind
-    factor: float = 1.0
-    original_positions: int = 0
-    low_frequency_factor: float = 1.0  # llama3
-    high_frequency_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    # yarn, longrope: scale of cos and sin; None: the formula's own
-    attention_factor: float | None = None
-    mscale: float | None = None  # yarn
-    mscale_all_dim: float | None = None  # yarn
-    truncate: bool = True  # yarn
-    short_factors: tuple[float, ...] = ()  # longrope
-    long_factors: tuple[float, ...] = ()  # longrope
-
-
-@dataclass(frozen=True)
-class QueryScaling:
-    """Queries at later positions are scaled up: by 1 + beta * log(1 + floor((position + offset) /
-    interval)).
-    """
-
-    beta: float
-    interval: int  # tokens
-    offset: int = 0
-    unrotated_only: bool = False  # in the layers without RoPE only
-
-
-@dataclass(frozen=True)
-class Alibi:
-    """Position biases of attention: the score of a query and a key falls with their distance. Each
-    head has its own slope.
-    """
-
-    largest_exponent: float = 8.0  # the slopes are 2 ** -exponent, in equal steps up to this one
-    scale: float = 1.0  # factor of the biases
-    rounded: bool = False  # whether slopes and biases are rounded to bfloat16
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts, with a few experts per token."""
-
-    count: int
-    per_token: int
-    ffn_size: int
-    normalised: bool = True  # whether the routing weights of a token sum to 1
-    shared_ffn_size: int = 0  # size of the expert that every token takes; 0: no such expert
-    shared_router: bool = True  # whether a router of its own weighs the shared expert
-    # routing weights: softmax over all experts, or the sigmoid of the chosen experts' logits
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    weighted_inputs: bool = False  # whether the routing weights scale inputs, not outputs
-    layers: tuple[bool, ...] | None = None  # layers that have experts; None: all
-
-    def __post_init__(self) -> None:
-        _check_sizes(self, "count", "per_token", "ffn_size")
-        if self.shared_ffn_size:
-            _check_sizes(self, "shared_ffn_size")
-        if not 0 < self.per_token <= self.count <= _MOST_EXPERTS:
-            raise ValueError(
-                f"{self.per_token} experts a token, of {self.count}; the most are {_MOST_EXPERTS}"
-            )
-
-    def held_by(self, rank: int, ranks: int) -> range:
-        """Return the experts of a rank: a range of whole experts if their number can be divided,
-        else all of them, with a part of each.
-        """
-        if self.count % ranks:
-            return range(self.count)
-        each = self.count // ranks
-        return range(rank * each, (rank + 1) * each)
 
 
 @dataclass(frozen=True)
@@ -157,6 +98,7 @@ class ModelSpec:
     max_positions: int
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"] = "silu"
     gated_mlp: bool = True
+    clamped_gate: ClampedGate | None = None  # with activation "silu"
     norm: Literal["rms", "layer"] = "rms"
     norm_epsilon: float = 1e-6
     norm_offset: float = 0.0  # added to the stored weights of norms
@@ -171,6 +113,9 @@ class ModelSpec:
     residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
     logit_scale: float = 1.0
     attention_scale: float | None = None  # factor of the scores; None: 1 / sqrt(head_size)
+    scale_by_layer: bool = False  # whether the scores of layer i are divided by i + 1, too
+    # whether each head has a logit that takes part in the softmax and adds nothing to the result
+    sink_logits: bool = False
     attention_softcap: float = 0.0  # bound of the scores; 0: none
     final_softcap: float = 0.0  # bound of the logits; 0: none
     attention_chunk: int | None = (
@@ -202,7 +147,7 @@ class ModelSpec:
     labels: int = 0  # outputs of the score layer; 0: there is none
 
     def __post_init__(self) -> None:
-        _check_sizes(
+        check_sizes(
             self,
             "vocab_size",
             "hidden_size",
@@ -300,6 +245,11 @@ class ModelSpec:
         slides = self.sliding_layers is None or self.sliding_layers[layer]
         return self.sliding_window if slides else None
 
+    def scale_of_layer(self, layer: int) -> float:
+        """Return the factor of a layer's scores."""
+        scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
+        return scale / (layer + 1) if self.scale_by_layer else scale
+
     def rotates_layer(self, layer: int) -> bool:
         """Return whether a layer has RoPE."""
         return self.position == "rope" and (
@@ -384,10 +334,9 @@ class ModelSpec:
         for name in ("sliding_layers", "rotated_layers"):
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
-        if values.get("query_scaling") is not None:
-            values["query_scaling"] = QueryScaling(**values["query_scaling"])
-        if values.get("alibi") is not None:
-            values["alibi"] = Alibi(**values["alibi"])
+        for name, kind in _GROUPS.items():
+            if values.get(name) is not None:
+                values[name] = kind(**values[name])
         if values.get("experts") is not None:
             layers = values["experts"].get("layers")
             values["experts"] = Experts(**{**values["experts"], "layers": layers and tuple(layers)})
@@ -406,6 +355,7 @@ _CONFIG_KEYS = {
     "max_positions": "max_position_embeddings",
     "activation": "hidden_act",
     "gated_mlp": "gated_mlp",
+    "clamped_gate": "clamped_gate",
     "norm": "norm",
     "norm_epsilon": "norm_epsilon",
     "norm_offset": "norm_offset",
@@ -420,6 +370,8 @@ _CONFIG_KEYS = {
     "residual_scale": "residual_scale",
     "logit_scale": "logit_scale",
     "attention_scale": "attention_scale",
+    "scale_by_layer": "scale_attn_by_inverse_layer_idx",
+    "sink_logits": "attention_sinks",
     "attention_softcap": "attn_logit_softcapping",
     "final_softcap": "final_logit_softcapping",
     "attention_chunk": "attention_chunk_size",
@@ -448,6 +400,12 @@ _CONFIG_KEYS = {
     "embedding_size": "word_embed_proj_dim",
     "labels": "num_labels",
 }
+# groups of options that hold plain values only
+_GROUPS: dict[str, Callable[..., object]] = {
+    "alibi": Alibi,
+    "clamped_gate": ClampedGate,
+    "query_scaling": QueryScaling,
+}
 _REQUIRED_KEYS = [
     _CONFIG_KEYS[name]
     for name in (
@@ -464,14 +422,7 @@ _REQUIRED_KEYS = [
 ]
 
 
-def _check_sizes(holder: Experts | ModelSpec, *names: str) -> None:
-    for name in names:
-        value = getattr(holder, name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}, and must be a number of at least 1")
-
-
 def _plain(value: Any) -> Any:
-    if isinstance(value, RopeScaling | Experts | QueryScaling | Alibi):
+    if is_dataclass(value) and not isinstance(value, type):
         return {key: _plain(item) for key, item in asdict(value).items()}
     return list(value) if isinstance(value, tuple) else value

@@ -173,6 +173,8 @@ def _layer_shapes(spec: ModelSpec, layer: int, prefix: str) -> Iterator[tuple[st
     yield from _linear(f"{prefix}attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias)
     if spec.normalises_qk(layer) and spec.qk_norm_kind != "plain":
         yield from _qk_norms(spec, f"{prefix}attention.")
+    if spec.sink_logits:
+        yield f"{prefix}attention.sinks.weight", (spec.heads,)
     yield from _linear(f"{prefix}attention.dense", spec.hidden_size, spec.q_size, spec.o_proj_bias)
     if not spec.shared_norm:
         yield from _norm(f"{prefix}post_layernorm", spec)
@@ -195,9 +197,12 @@ def _feed_forward_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Sh
 
 
 def _expert_shapes(experts: Experts, hidden_size: int, prefix: str) -> Iterator[tuple[str, Shape]]:
-    yield f"{prefix}router.weight", (experts.count, hidden_size)
-    yield f"{prefix}experts.gate_up.weight", (experts.count * 2 * experts.ffn_size, hidden_size)
-    yield f"{prefix}experts.proj.weight", (experts.count * hidden_size, experts.ffn_size)
+    biases = experts.biases
+    up_rows = experts.count * 2 * experts.ffn_size
+    down_rows = experts.count * hidden_size
+    yield from _linear(f"{prefix}router", experts.count, hidden_size, biases)
+    yield from _linear(f"{prefix}experts.gate_up", up_rows, hidden_size, biases)
+    yield from _linear(f"{prefix}experts.proj", down_rows, experts.ffn_size, biases)
     if experts.shared_ffn_size:
         yield f"{prefix}shared.gate_up.weight", (2 * experts.shared_ffn_size, hidden_size)
         yield f"{prefix}shared.proj.weight", (hidden_size, experts.shared_ffn_size)

@@ -111,6 +111,8 @@ def compute_part(spec: ModelSpec, parameter: str, whole: Shape, tp_rank: int, tp
         return Part(_qkv_rows(spec, tp_rank, tp_size))
     if spec.qk_norm_kind == "head" and ("_layernorm." in parameter and ".attention." in parameter):
         return engine_part(spec, parameter, whole, tp_rank, tp_size)
+    if parameter.endswith(".attention.sinks.weight"):
+        return Part((_share(whole[0], tp_rank, tp_size),))
     if ".mlp.fc." in parameter or ".mlp.gate." in parameter:
         return Part((_share(whole[0], tp_rank, tp_size),))
     if spec.experts is not None and ".mlp.experts.gate_up." in parameter:
@@ -142,7 +144,7 @@ def engine_part(spec: ModelSpec, name: str, whole: Shape, rank: int, ranks: int)
     if spec.qk_norm_kind == "head" and linear.endswith((".q_layernorm", ".k_layernorm")):
         queries, keys, _ = _qkv_rows(spec, rank, ranks)
         return Part((queries if linear.endswith(".q_layernorm") else _moved(keys, -spec.q_size),))
-    if linear.endswith(".mlp.fc"):
+    if linear.endswith((".mlp.fc", ".attention.sinks")):
         return Part((_share(whole[0], rank, ranks),))
     if linear.endswith((".mlp.gate_up", ".shared.gate_up")):
         return Part(_expert_rows(2, whole[0] // 2, rank, ranks))

@@ -16,7 +16,7 @@ from tiny_models import VOCABULARY, folder_tensors
 from slipstream.engine.cpu.support import unsupported
 from slipstream.kernels.options import KernelOptions
 from slipstream.model.query_key import attention_slopes, check_device
-from slipstream.model.spec import Alibi, ModelSpec, QueryScaling
+from slipstream.model.spec import Alibi, Experts, ModelSpec, QueryScaling
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.parameters import Quantisation
@@ -49,7 +49,7 @@ def test_the_documented_table_of_parity_lists_all_variants():
     }
 
 
-@pytest.mark.parametrize("name", ["bloom-six-heads", "falcon-rw", "llama4", "olmo2"])
+@pytest.mark.parametrize("name", ["bloom-six-heads", "falcon-rw", "gptoss", "llama4", "olmo2"])
 def test_deterministic_logits_are_the_same_in_any_steps(name, tmp_path):
     variant = VARIANTS[name]
     model = variant.model()
@@ -64,7 +64,9 @@ def test_deterministic_logits_are_the_same_in_any_steps(name, tmp_path):
     assert (found[0] - variant.logits(model, TOKENS)).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["bloom", "cohere-qk-norm", "granite", "llama4", "stablelm-12b"])
+@pytest.mark.parametrize(
+    "name", ["bloom", "cohere-qk-norm", "gptoss", "granite", "llama4", "stablelm-12b"]
+)
 def test_two_ranks_compute_the_logits_of_one(name, tmp_path):
     variant = VARIANTS[name]
     variant.write(variant.model(), tmp_path / "hf")
@@ -97,6 +99,8 @@ def test_two_ranks_compute_the_logits_of_one(name, tmp_path):
         {"query_scaling": QueryScaling(0.1, 8)},
         {"residual_scale": 0.5},
         {"rotated_layers": (True, False)},
+        {"scale_by_layer": True},
+        {"sink_logits": True},
         {"activation": "relu_squared", "gated_mlp": False},
     ],
     ids=str,
@@ -135,6 +139,8 @@ def test_slopes_of_position_biases(largest, heads, expected):
     [
         ({"position": "alibi", "alibi": Alibi()}, "needs position biases"),
         ({"attention_chunk": 16}, "needs attention in chunks"),
+        ({"sink_logits": True}, "needs sink logits"),
+        ({"experts": Experts(4, 2, 96, biases=True)}, "needs experts with biases"),
     ],
 )
 def test_models_that_the_gpu_kernels_lack_something_for_are_refused_there(options, text):

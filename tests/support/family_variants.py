@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from renamed_models import WRITERS
-from tiny_models import SIZES, VOCABULARY, random_model
+from tiny_models import GPT2_SIZES, SIZES, VOCABULARY, random_model
 
 _SMALL = {**SIZES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _GPT_SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -25,6 +25,14 @@ _YARN = {
     "original_max_position_embeddings": 32,
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+_GPT_OSS = {
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "sliding_window": 24,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "rope_parameters": {**_YARN, "truncate": False},
+}
 _LLAMA4 = {
     "head_dim": 16,
     "intermediate_size": 32,
@@ -287,6 +295,45 @@ VARIANTS: dict[str, Variant] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
         },
         sizes=_GPT_SIZES,
+    ),
+    "gptoss": Variant("gpt-oss", "GptOssConfig", _GPT_OSS),
+    "gptoss-bounds": Variant(
+        "gpt-oss",
+        "GptOssConfig",
+        {
+            **_GPT_OSS,
+            "attention_bias": False,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.4,  # close to the values it bounds
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": _LINEAR,
+        },
+    ),
+    "gpt2-scaled-by-layer": Variant(
+        "gpt2",
+        "GPT2Config",
+        {**GPT2_SIZES, "scale_attn_by_inverse_layer_idx": True},
+        sizes=_GPT_SIZES,
+    ),
+    "gpt2-unscaled": Variant(
+        "gpt2", "GPT2Config", {**GPT2_SIZES, "scale_attn_weights": False}, sizes=_GPT_SIZES
+    ),
+    "opt-plain-norms": Variant(
+        "opt",
+        "OPTConfig",
+        {"ffn_dim": 96, "layer_norm_elementwise_affine": False},
+        sizes={name: size for name, size in _SMALL.items() if name != "num_key_value_heads"},
+    ),
+    "opt-plain-post-norms": Variant(
+        "opt",
+        "OPTConfig",
+        {
+            "ffn_dim": 96,
+            "layer_norm_elementwise_affine": False,
+            "do_layer_norm_before": False,
+            "word_embed_proj_dim": 32,
+        },
+        sizes={name: size for name, size in _SMALL.items() if name != "num_key_value_heads"},
     ),
     "llama4": Variant("Llama 4", "Llama4TextConfig", _LLAMA4),
     "llama4-some-dense": Variant(

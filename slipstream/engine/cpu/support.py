@@ -25,6 +25,8 @@ _OTHER_OPTIONS = {
     "query_scaling": "queries are scaled by position",
     "residual_scale": "what layers add is scaled",
     "rotated_layers": "some layers have no RoPE",
+    "scale_by_layer": "the scale of the scores differs between layers",
+    "sink_logits": "heads have sink logits",
 }
 
 

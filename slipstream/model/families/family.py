@@ -111,14 +111,15 @@ class WeightMap:
             layer, module, kind = match.groups()
             prefix = self.layer_prefix.format(layer=layer)
             sources = tuple(f"{prefix}{source}.{kind}" for source in self._modules(module, spec))
+        stacked = self._stacked(module, spec)
         order = self.rows.get(module)
         has_unit_rows = self.unit_rows.get(module)
         return Recipe(
             sources,
             transposed=kind == "weight" and module in self.transposed,
             rows=partial(order, spec) if order is not None else None,
-            stacked=self._stacked(module, spec),
-            flat=module in self.flat,
+            stacked=0 if kind == "bias" else stacked,
+            flat=module in self.flat or (kind == "bias" and stacked > 0),
             unit_rows=has_unit_rows is not None and has_unit_rows(spec),
         )
 

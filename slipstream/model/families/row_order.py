@@ -42,6 +42,19 @@ def paired_heads(spec: ModelSpec, heads: int) -> list[int]:
     return rows
 
 
+def paired_expert_halves(spec: ModelSpec) -> list[int]:
+    """Return the order for files that hold the gate and up projections of an expert row by row in
+    turn: the gate projection of each expert, then its up projection.
+    """
+    assert spec.experts is not None
+    size = 2 * spec.experts.ffn_size
+    rows: list[int] = []
+    for start in range(0, spec.experts.count * size, size):
+        rows += range(start, start + size, 2)
+        rows += range(start + 1, start + size, 2)
+    return rows
+
+
 def expert_halves(spec: ModelSpec) -> list[int]:
     """Return the order for files that hold the gate projections of all experts, then all up
     projections: both of one expert after the other.
