@@ -57,6 +57,31 @@ class Alibi:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: the keys and values of all heads come from one latent vector of
+    a token. The cache holds that vector and one rotated key, which all heads share.
+    """
+
+    kv_rank: int  # elements of the latent vector
+    rope_size: int  # elements of the rotated key, and of the rotated part of each query
+    plain_size: int  # elements of the part of each query that is not rotated
+    value_size: int  # elements of the values of a head
+    query_rank: int = 0  # elements of the latent vector of the queries; 0: there is none
+    norm_epsilon: float = 1e-6  # of the norms of the latent vectors
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "kv_rank", "rope_size", "plain_size", "value_size")
+
+    @property
+    def query_size(self) -> int:
+        return self.plain_size + self.rope_size
+
+    @property
+    def cached_size(self) -> int:
+        return self.kv_rank + self.rope_size
+
+
+@dataclass(frozen=True)
 class ClampedGate:
     """A gated MLP whose halves are bounded: x * sigmoid(alpha * x) * (y + 1), where x, of the
     activated half, is at most `limit`, and y between -limit and limit.
@@ -80,6 +105,13 @@ class Experts:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     weighted_inputs: bool = False  # whether the routing weights scale inputs, not outputs
     biases: bool = False  # whether router and experts have biases
+    groups: int = 1  # the experts of a token are chosen from a few of these groups
+    groups_per_token: int = 1
+    # whether experts and groups are chosen by scores with a learned correction, which is no part of
+    # the routing weights; a group then counts by its two best experts, otherwise by the best
+    corrected: bool = False
+    routed_scale: float = 1.0  # factor of the routing weights
+    exact_router: bool = False  # whether the router computes in float32
     layers: tuple[bool, ...] | None = None  # layers that have experts; None: all
 
     def __post_init__(self) -> None:
@@ -89,6 +121,13 @@ class Experts:
         if not 0 < self.per_token <= self.count <= _MOST_EXPERTS:
             raise ValueError(
                 f"{self.per_token} experts a token, of {self.count}; the most are {_MOST_EXPERTS}"
+            )
+        check_sizes(self, "groups", "groups_per_token")
+        candidates = self.groups_per_token * (self.count // self.groups)
+        if self.count % self.groups or not self.per_token <= candidates <= self.count:
+            raise ValueError(
+                f"{self.per_token} experts a token cannot be chosen from {self.groups_per_token} "
+                f"of {self.groups} groups of {self.count} experts"
             )
 
     def held_by(self, rank: int, ranks: int) -> range:

@@ -13,7 +13,20 @@ Tensor names, in a checkpoint and in an engine. Weights are [out_features, in_fe
                                   [heads * head_size] and [kv_heads * head_size] if heads have
                                   weights of their own, see `qk_norm_kind`
     attention.sinks.weight        [heads]   with sink logits
-    attention.dense.weight        [hidden, heads * head_size]   the output projection (o_proj)
+
+with latent attention in place of qkv, where a query has plain_size elements, then rope_size:
+
+    attention.q_a.weight          [query_rank, hidden]   if queries have a latent vector
+    attention.q_a_layernorm.weight  [query_rank]
+    attention.q_b.weight          [heads * query_size, query_rank or hidden]
+    attention.kv_a.weight         [kv_rank + rope_size, hidden]
+    attention.kv_a_layernorm.weight  [kv_rank]
+    attention.kv_b.weight         [heads * (plain_size + value_size), kv_rank]
+
+then for all:
+
+    attention.dense.weight        [hidden, heads * head_size]   the output projection (o_proj);
+                                  with latent attention heads * value_size
     post_layernorm.weight         [hidden]
     pre_feedforward_layernorm, post_feedforward_layernorm
                                   with output norms: post_layernorm then normalises the output of
@@ -25,6 +38,7 @@ Tensor names, in a checkpoint and in an engine. Weights are [out_features, in_fe
 and in place of fc, gate and proj, where a layer has experts, whose rows follow each other:
 
     mlp.router.weight             [experts, hidden]
+    mlp.router_correction.weight  [experts]   always float32; if routing is corrected
     mlp.experts.gate_up.weight    [experts * 2 * expert_ffn, hidden]
     mlp.experts.proj.weight       [experts * hidden, expert_ffn]
     mlp.shared.gate_up.weight     [2 * shared_ffn, hidden]   the expert of all tokens, if any
@@ -56,6 +70,7 @@ from slipstream.model.options import (
     Alibi,
     ClampedGate,
     Experts,
+    LatentAttention,
     QueryScaling,
     RopeKind,
     RopeScaling,
@@ -66,6 +81,7 @@ __all__ = [
     "Alibi",
     "ClampedGate",
     "Experts",
+    "LatentAttention",
     "ModelSpec",
     "QueryScaling",
     "RopeKind",
@@ -118,6 +134,7 @@ class ModelSpec:
     sink_logits: bool = False
     attention_softcap: float = 0.0  # bound of the scores; 0: none
     final_softcap: float = 0.0  # bound of the logits; 0: none
+    latent: LatentAttention | None = None  # one KV head, of a size that this option determines
     attention_chunk: int | None = (
         None  # tokens attend within chunks of this length; None: no chunks
     )
@@ -166,6 +183,9 @@ class ModelSpec:
             raise ValueError(
                 f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
             )
+        latent = self.latent
+        if latent is not None and (self.kv_heads, self.head_size) != (1, latent.cached_size):
+            raise ValueError(f"latent attention has one KV head of {latent.cached_size} elements")
         self._check_layer_lists()
         self._check_norms()
 
@@ -210,6 +230,19 @@ class ModelSpec:
     @property
     def qkv_size(self) -> int:
         return self.q_size + 2 * self.kv_size
+
+    @property
+    def attended_size(self) -> int:
+        """Elements that attention returns for a token: the inputs of the output projection."""
+        latent = self.latent
+        return self.heads * (self.head_size if latent is None else latent.value_size)
+
+    @property
+    def cached_vectors(self) -> int:
+        """Vectors of a KV head that the cache holds for a token: a key and a value, or one for
+        both.
+        """
+        return 2 if self.latent is None else 1
 
     @property
     def embedding_width(self) -> int:
@@ -299,7 +332,7 @@ class ModelSpec:
 
     def parameters(self) -> int:
         """Return the number of weights, which a decode step reads."""
-        attention = self.hidden_size * self.qkv_size + self.q_size * self.hidden_size
+        attention = self._attention_inputs() + self.attended_size * self.hidden_size
         ffn = 0
         for layer in range(self.layers):
             experts = self.experts_of_layer(layer)
@@ -313,6 +346,15 @@ class ModelSpec:
         )
         head = 0 if self.tied_embeddings else self.vocab_size * self.embedding_width
         return self.layers * attention + mlp + embedding + head
+
+    def _attention_inputs(self) -> int:
+        """Return the number of a layer's weights that make queries, keys and values."""
+        latent = self.latent
+        if latent is None:
+            return self.hidden_size * self.qkv_size
+        queries = (latent.query_rank or self.hidden_size) * self.heads * latent.query_size
+        keys = latent.kv_rank * self.heads * (latent.plain_size + latent.value_size)
+        return queries + keys + self.hidden_size * (latent.query_rank + latent.cached_size)
 
     def to_config(self) -> dict[str, Any]:
         """Return the JSON form, under the unified checkpoint's key names."""
@@ -374,6 +416,7 @@ _CONFIG_KEYS = {
     "sink_logits": "attention_sinks",
     "attention_softcap": "attn_logit_softcapping",
     "final_softcap": "final_logit_softcapping",
+    "latent": "latent_attention",
     "attention_chunk": "attention_chunk_size",
     "query_scaling": "query_scaling",
     "position": "position_embedding_type",
@@ -404,6 +447,7 @@ _CONFIG_KEYS = {
 _GROUPS: dict[str, Callable[..., object]] = {
     "alibi": Alibi,
     "clamped_gate": ClampedGate,
+    "latent": LatentAttention,
     "query_scaling": QueryScaling,
 }
 _REQUIRED_KEYS = [

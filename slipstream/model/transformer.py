@@ -33,6 +33,7 @@ from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.activation import mlp_activation
 from slipstream.model.experts import Mixture
 from slipstream.model.head import Head
+from slipstream.model.latent_attention import LatentHeads
 from slipstream.model.linear import Tensors
 from slipstream.model.norms import normed_sum, take_norm
 from slipstream.model.position import rotary_table
@@ -176,14 +177,18 @@ class Transformer:
 
     def new_cache(self, slots: int) -> Tensor:
         """Return an empty cache for the keys and values of all layers, in attention's layout."""
-        shape = cache_shape(self.spec.layers, slots, self.spec.kv_heads, self._cached_elements)
+        spec = self.spec
+        shape = cache_shape(
+            spec.layers, slots, spec.kv_heads, self._cached_elements, spec.cached_vectors
+        )
         return torch.zeros(shape, dtype=self.cache_dtype, device=self.device)
 
     @property
     def cached_bytes(self) -> int:
         """Bytes that a token takes in the cache."""
-        elements = 2 * self.spec.layers * self.spec.kv_heads * self._cached_elements
-        return elements * self.cache_dtype.itemsize
+        spec = self.spec
+        vectors = spec.cached_vectors * spec.layers * spec.kv_heads
+        return vectors * self._cached_elements * self.cache_dtype.itemsize
 
     @property
     def _cached_elements(self) -> int:
@@ -313,9 +318,15 @@ class Layer:
         if spec.input_norms:
             qkv = f"{name}.attention.qkv"
             self.input_norm = take_norm(spec, source, f"{name}.input_layernorm", qkv)
-        self.qkv = source.linear(
-            f"{name}.attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias
-        )
+        self.latent: LatentHeads | None = None
+        if spec.latent is not None:
+            self.latent = LatentHeads(spec, source, f"{name}.attention")
+            self.rule = replace(self.rule, value_size=spec.latent.kv_rank)
+            self.qkv = self.latent.keys_down
+        else:
+            self.qkv = source.linear(
+                f"{name}.attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias
+            )
         self.q_norm: Tensor | None = None
         self.k_norm: Tensor | None = None
         if norms_in_kernel(spec, self.index):
@@ -326,7 +337,7 @@ class Layer:
             sinks = source.take(f"{name}.attention.sinks.weight", (spec.heads,), torch.float32)
             self.rule = replace(self.rule, sink_logits=tuple(sinks.tolist()))
         self.o_proj = source.linear(
-            f"{name}.attention.dense", spec.hidden_size, spec.q_size, spec.o_proj_bias
+            f"{name}.attention.dense", spec.hidden_size, spec.attended_size, spec.o_proj_bias
         )
 
     def _take_norms(self, source: Tensors, name: str, up_proj: str) -> None:
@@ -425,8 +436,11 @@ class Layer:
         return self.operations.add_norm(hidden, delta, norm)
 
     def attention(self, x: Input, step: Step, rope: RopeTables | None, cache: Tensor) -> Tensor:
-        """x: [tokens, hidden]; cache: a layer of `new_cache` → [tokens, heads * head_size]"""
+        """x: [tokens, hidden]; cache: a layer of `new_cache` → [tokens, attended_size]"""
         spec = self.spec
+        if self.latent is not None:
+            assert rope is not None
+            return self.latent(x, step.slots, rope, cache, step.attention, self.rule)
         keys, values = cache.unbind()
         qkv = self._adapted(self.qkv(x), x, step, QKV)
         heads = qkv.view(-1, spec.heads + 2 * spec.kv_heads, spec.head_size)

@@ -19,7 +19,9 @@ SHARED = torch.randint(0, VOCABULARY, (64,), generator=torch.Generator().manual_
 
 
 @pytest.fixture(
-    scope="module", params=["gptoss", "gpt2-scaled-by-layer", "opt-plain-norms"], ids=str
+    scope="module",
+    params=["deepseek2", "deepseek3", "gptoss", "gpt2-scaled-by-layer", "opt-plain-norms"],
+    ids=str,
 )
 def pair(request, tmp_path_factory):
     variant = VARIANTS[request.param]

@@ -589,6 +589,17 @@ REFUSED = [
         {"new_decoder_architecture": True, "parallel_attn": False},
         "parallel_attn=False",
     ),
+    ("DeepseekV2ForCausalLM", {"topk_method": "noaux_tc"}, "topk_method=noaux_tc"),
+    ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob=True"),
+    ("DeepseekV2ForCausalLM", {"topk_method": "group_limited_greedy"}, "'n_group'"),
+    ("DeepseekV3ForCausalLM", {"rope_interleave": False}, "rope_interleave=False"),
+    ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "scoring_func=softmax"),
+    (
+        "DeepseekV3ForCausalLM",
+        {"n_routed_experts": 10},
+        "2 experts a token cannot be chosen from 4 of 8 groups of 10 experts",
+    ),
+    ("GptOssForCausalLM", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
     ("Qwen2MoeForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
     ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "9 experts a token, of 8"),
     (

@@ -16,6 +16,7 @@ _OTHER_OPTIONS = {
     "attention_chunk": "attention is in chunks",
     "embedding_norm": "embeddings are normalised",
     "input_norms": "attention and MLP take the residual stream as it is",
+    "latent": "keys and values come from latent vectors",
     "logit_scale": "logits are scaled",
     "norm_bias": "layer norms have no bias",
     "norm_weights": "norms have no weights",

@@ -17,6 +17,7 @@ from slipstream.model.spec import ModelSpec
 
 _LAYER_NAME = re.compile(r"transformer\.layers\.(\d+)\.(.+)\.(weight|bias)")
 SCORE_WEIGHT = "score.weight"  # of a classifier, in checkpoints and in sources of all families
+_MOST_PREDICTION_LAYERS = 64  # several times what any model has
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -183,6 +184,25 @@ class Family:
     spec: Callable[[dict[str, Any]], ModelSpec]  # from a Hugging Face config.json
     weights: WeightMap
     model_types: tuple[str, ...] = field(default=())  # for a config.json without an architecture
+
+    def weights_of(self, config: dict[str, Any]) -> WeightMap:
+        """Return the map of a checkpoint. It leaves out the layers of multi-token prediction, which
+        follow the last layer.
+        """
+        layers = prediction_layers(config)
+        ignored = (
+            re.escape(self.weights.layer_prefix.format(layer=layer)) + ".*" for layer in layers
+        )
+        return replace(self.weights, ignored=(*self.weights.ignored, *ignored))
+
+
+def prediction_layers(config: dict[str, Any]) -> range:
+    """Return the numbers of a checkpoint's layers of multi-token prediction."""
+    first = config.get("num_hidden_layers")
+    count = config.get("num_nextn_predict_layers")
+    if not isinstance(first, int) or not isinstance(count, int):
+        return range(0)
+    return range(first, first + min(count, _MOST_PREDICTION_LAYERS))
 
 
 def collapse_layer(name: str) -> str:
