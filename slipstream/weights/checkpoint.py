@@ -38,11 +38,11 @@ from slipstream.weights.rank_split import (
     rank_parameters,
     slice_part,
 )
-from slipstream.weights.sources.hf_folder import read_json
 from slipstream.weights.sources.source import (
     Source,
     SourceError,
     compute_fingerprint,
+    read_json,
     read_tokenizer_files,
 )
 from slipstream.weights.stream import (

@@ -16,8 +16,8 @@ from urllib.request import getproxies
 
 from slipstream.model.families.registry import find_family
 from slipstream.weights.home import hugging_face_cache, hugging_face_home, no_space
-from slipstream.weights.sources.hf_folder import HuggingFaceFolder, read_json
-from slipstream.weights.sources.source import SourceError
+from slipstream.weights.sources.hf_folder import HuggingFaceFolder
+from slipstream.weights.sources.source import SourceError, read_json
 from slipstream.weights.stream import Progress, no_progress
 
 _WANTED = [
@@ -28,6 +28,7 @@ _WANTED = [
     "merges.txt",
     "model.safetensors",
     "model-*.safetensors",
+    "gptq_model-*.safetensors",
 ]
 # Copies in other formats, such as original/ and onnx/. Modules of sentence-transformers have
 # numbers: 1_Pooling/.
