@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,17 @@ class AttentionRule:
     # positions of a chunk: only keys of the query's own chunk are attended to; None: no limit
     chunk: int | None = None
     slopes: Slopes | None = None
+    # values are the leading elements of the keys, this many; None: values are cached beside keys
+    value_size: int | None = None
+    # A logit of each head that takes part in the softmax and adds nothing to the result; None: no
+    # such logits. Masks, which rules choose, do not depend on it.
+    sink_logits: tuple[float, ...] | None = field(default=None, compare=False)
 
 
-def cache_shape(layers: int, slots: int, kv_heads: int, head_size: int) -> tuple[int, ...]:
-    """Return the shape of a cache: layers, (keys, values), then one layer's keys."""
-    return (layers, 2, kv_heads, slots, head_size)
+def cache_shape(
+    layers: int, slots: int, kv_heads: int, head_size: int, vectors: int = 2
+) -> tuple[int, ...]:
+    """Return the shape of a cache: layers, (keys, values), then one layer's keys. vectors: 1 where
+    the keys hold the values
+    """
+    return (layers, vectors, kv_heads, slots, head_size)

@@ -95,6 +95,9 @@ def check_device(spec: ModelSpec, device: torch.device) -> None:
     missing = {
         "position biases (ALiBi)": spec.alibi is not None,
         "attention in chunks": spec.attention_chunk is not None,
+        "sink logits": spec.sink_logits,
+        "multi-head latent attention": spec.latent is not None,
+        "experts with biases": spec.experts is not None and spec.experts.biases,
     }
     needed = [name for name, is_needed in missing.items() if is_needed]
     if needed and device.type == "cuda":

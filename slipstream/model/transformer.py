@@ -9,14 +9,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels import packed_cache
-from slipstream.kernels.activation import ACTIVATIONS, gated
 from slipstream.kernels.adapter_layout import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
 from slipstream.kernels.adapters import StepAdapters
 from slipstream.kernels.attention_rule import AttentionRule, cache_shape
@@ -32,8 +30,10 @@ from slipstream.kernels.normalisation import Norm
 from slipstream.kernels.operations import Attention, Operations, operations_on
 from slipstream.kernels.options import KernelOptions
 from slipstream.kernels.ranks import ALONE, Ranks
+from slipstream.model.activation import mlp_activation
 from slipstream.model.experts import Mixture
 from slipstream.model.head import Head
+from slipstream.model.latent_attention import LatentHeads
 from slipstream.model.linear import Tensors
 from slipstream.model.norms import normed_sum, take_norm
 from slipstream.model.position import rotary_table
@@ -177,14 +177,18 @@ class Transformer:
 
     def new_cache(self, slots: int) -> Tensor:
         """Return an empty cache for the keys and values of all layers, in attention's layout."""
-        shape = cache_shape(self.spec.layers, slots, self.spec.kv_heads, self._cached_elements)
+        spec = self.spec
+        shape = cache_shape(
+            spec.layers, slots, spec.kv_heads, self._cached_elements, spec.cached_vectors
+        )
         return torch.zeros(shape, dtype=self.cache_dtype, device=self.device)
 
     @property
     def cached_bytes(self) -> int:
         """Bytes that a token takes in the cache."""
-        elements = 2 * self.spec.layers * self.spec.kv_heads * self._cached_elements
-        return elements * self.cache_dtype.itemsize
+        spec = self.spec
+        vectors = spec.cached_vectors * spec.layers * spec.kv_heads
+        return vectors * self._cached_elements * self.cache_dtype.itemsize
 
     @property
     def _cached_elements(self) -> int:
@@ -275,10 +279,12 @@ class Layer:
             self.add_norm = partial(ranks.sum_add_norm, add_norm=operations.add_norm)
         self.index = index
         self.dtype = source.dtype
-        scale = spec.attention_scale or spec.head_size**-0.5
         window = spec.window_of_layer(index)
         self.rule = AttentionRule(
-            scale, window, softcap=spec.attention_softcap, chunk=spec.chunk_of_layer(index)
+            spec.scale_of_layer(index),
+            window,
+            softcap=spec.attention_softcap,
+            chunk=spec.chunk_of_layer(index),
         )
         if spec.alibi is not None:
             self.rule = replace(self.rule, slopes=attention_slopes(spec.alibi, spec.heads, ranks))
@@ -289,7 +295,7 @@ class Layer:
         up_proj = f"{name}.mlp.{'gate_up' if spec.gated_mlp else 'fc'}"
         self._take_norms(source, name, up_proj)
         fp8_middle = source.takes_fp8_inputs(f"{name}.mlp.proj")
-        self.activate = _activation(spec, operations, fp8_middle)
+        self.activate = mlp_activation(spec, operations, fp8_middle)
         # fused kernels for a single token: linear layer, residual addition and the next norm
         self.fused_o_proj: FusedLinear | None = None
         self.fused_down_proj: FusedLinear | None = None
@@ -312,17 +318,26 @@ class Layer:
         if spec.input_norms:
             qkv = f"{name}.attention.qkv"
             self.input_norm = take_norm(spec, source, f"{name}.input_layernorm", qkv)
-        self.qkv = source.linear(
-            f"{name}.attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias
-        )
+        self.latent: LatentHeads | None = None
+        if spec.latent is not None:
+            self.latent = LatentHeads(spec, source, f"{name}.attention")
+            self.rule = replace(self.rule, value_size=spec.latent.kv_rank)
+            self.qkv = self.latent.keys_down
+        else:
+            self.qkv = source.linear(
+                f"{name}.attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias
+            )
         self.q_norm: Tensor | None = None
         self.k_norm: Tensor | None = None
         if norms_in_kernel(spec, self.index):
             self.q_norm = head_weights(spec, source, f"{name}.attention.q_layernorm")
             self.k_norm = head_weights(spec, source, f"{name}.attention.k_layernorm")
         self.prepare_heads = prepared_heads(spec, self.index, source, f"{name}.attention")
+        if spec.sink_logits:
+            sinks = source.take(f"{name}.attention.sinks.weight", (spec.heads,), torch.float32)
+            self.rule = replace(self.rule, sink_logits=tuple(sinks.tolist()))
         self.o_proj = source.linear(
-            f"{name}.attention.dense", spec.hidden_size, spec.q_size, spec.o_proj_bias
+            f"{name}.attention.dense", spec.hidden_size, spec.attended_size, spec.o_proj_bias
         )
 
     def _take_norms(self, source: Tensors, name: str, up_proj: str) -> None:
@@ -421,8 +436,11 @@ class Layer:
         return self.operations.add_norm(hidden, delta, norm)
 
     def attention(self, x: Input, step: Step, rope: RopeTables | None, cache: Tensor) -> Tensor:
-        """x: [tokens, hidden]; cache: a layer of `new_cache` → [tokens, heads * head_size]"""
+        """x: [tokens, hidden]; cache: a layer of `new_cache` → [tokens, attended_size]"""
         spec = self.spec
+        if self.latent is not None:
+            assert rope is not None
+            return self.latent(x, step.slots, rope, cache, step.attention, self.rule)
         keys, values = cache.unbind()
         qkv = self._adapted(self.qkv(x), x, step, QKV)
         heads = qkv.view(-1, spec.heads + 2 * spec.kv_heads, spec.head_size)
@@ -460,15 +478,3 @@ class Layer:
         if step.adapters is not None:
             step.adapters.add(y, plain(x), self.index, linear)
         return y
-
-
-def _activation(spec: ModelSpec, operations: Operations, fp8: bool) -> Callable[[Tensor], Any]:
-    """Return the function between the MLP's two linear layers: [tokens, 2 * ffn], or [tokens, ffn]
-    without a gate → an `Input` [tokens, ffn].
-    """
-    activation = ACTIVATIONS[spec.activation]
-    if not spec.gated_mlp:
-        return activation
-    if spec.activation != "silu":
-        return partial(gated, activation=activation)
-    return operations.silu_gated_quantised if fp8 else operations.silu_gated

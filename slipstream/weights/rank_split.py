@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Range = tuple[int, int]
 _LAYER = re.compile(r"transformer\.layers\.(\d+)\.(.+)")
 _HEAD = "lm_head."
+# rows of these belong to heads, in order
+_BY_HEAD = (".attention.sinks.weight", ".attention.q_b.weight", ".attention.kv_b.weight")
 _LAST = ("transformer.ln_f.", "transformer.project_out.")
 
 
@@ -111,6 +113,8 @@ def compute_part(spec: ModelSpec, parameter: str, whole: Shape, tp_rank: int, tp
         return Part(_qkv_rows(spec, tp_rank, tp_size))
     if spec.qk_norm_kind == "head" and ("_layernorm." in parameter and ".attention." in parameter):
         return engine_part(spec, parameter, whole, tp_rank, tp_size)
+    if parameter.endswith(_BY_HEAD):
+        return Part((_share(whole[0], tp_rank, tp_size),))
     if ".mlp.fc." in parameter or ".mlp.gate." in parameter:
         return Part((_share(whole[0], tp_rank, tp_size),))
     if spec.experts is not None and ".mlp.experts.gate_up." in parameter:
@@ -142,7 +146,7 @@ def engine_part(spec: ModelSpec, name: str, whole: Shape, rank: int, ranks: int)
     if spec.qk_norm_kind == "head" and linear.endswith((".q_layernorm", ".k_layernorm")):
         queries, keys, _ = _qkv_rows(spec, rank, ranks)
         return Part((queries if linear.endswith(".q_layernorm") else _moved(keys, -spec.q_size),))
-    if linear.endswith(".mlp.fc"):
+    if linear.endswith(".mlp.fc") or name.endswith(_BY_HEAD):
         return Part((_share(whole[0], rank, ranks),))
     if linear.endswith((".mlp.gate_up", ".shared.gate_up")):
         return Part(_expert_rows(2, whole[0] // 2, rank, ranks))

@@ -81,7 +81,7 @@ def _problem(spec: ModelSpec, quantisation: Quantisation, ranks: int) -> str:
         if size % ranks:
             return f"it has {size} feed-forward columns"
     group = quantisation.group_size or 1
-    for size in (spec.q_size, *columns):
+    for size in (spec.attended_size, *columns):
         if size // ranks % group:
             return (
                 f"a rank would have {size // ranks} columns of int4 weights, whose groups have "

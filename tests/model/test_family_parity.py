@@ -16,7 +16,7 @@ from tiny_models import VOCABULARY, folder_tensors
 from slipstream.engine.cpu.support import unsupported
 from slipstream.kernels.options import KernelOptions
 from slipstream.model.query_key import attention_slopes, check_device
-from slipstream.model.spec import Alibi, ModelSpec, QueryScaling
+from slipstream.model.spec import Alibi, Experts, LatentAttention, ModelSpec, QueryScaling
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.parameters import Quantisation
@@ -49,7 +49,9 @@ def test_the_documented_table_of_parity_lists_all_variants():
     }
 
 
-@pytest.mark.parametrize("name", ["bloom-six-heads", "falcon-rw", "llama4", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["bloom-six-heads", "deepseek3", "falcon-rw", "gptoss", "llama4", "olmo2"]
+)
 def test_deterministic_logits_are_the_same_in_any_steps(name, tmp_path):
     variant = VARIANTS[name]
     model = variant.model()
@@ -64,7 +66,9 @@ def test_deterministic_logits_are_the_same_in_any_steps(name, tmp_path):
     assert (found[0] - variant.logits(model, TOKENS)).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["bloom", "cohere-qk-norm", "granite", "llama4", "stablelm-12b"])
+@pytest.mark.parametrize(
+    "name", ["bloom", "cohere-qk-norm", "deepseek2", "gptoss", "granite", "llama4", "stablelm-12b"]
+)
 def test_two_ranks_compute_the_logits_of_one(name, tmp_path):
     variant = VARIANTS[name]
     variant.write(variant.model(), tmp_path / "hf")
@@ -87,6 +91,7 @@ def test_two_ranks_compute_the_logits_of_one(name, tmp_path):
         {"position": "alibi", "alibi": Alibi()},
         {"attention_chunk": 16},
         {"embedding_norm": True},
+        {"latent": LatentAttention(16, 16, 16, 16), "kv_heads": 1, "head_size": 32},
         {"input_norms": False, "output_norms": True},
         {"logit_scale": 0.5},
         {"norm": "layer", "norm_bias": False},
@@ -97,6 +102,8 @@ def test_two_ranks_compute_the_logits_of_one(name, tmp_path):
         {"query_scaling": QueryScaling(0.1, 8)},
         {"residual_scale": 0.5},
         {"rotated_layers": (True, False)},
+        {"scale_by_layer": True},
+        {"sink_logits": True},
         {"activation": "relu_squared", "gated_mlp": False},
     ],
     ids=str,
@@ -135,10 +142,17 @@ def test_slopes_of_position_biases(largest, heads, expected):
     [
         ({"position": "alibi", "alibi": Alibi()}, "needs position biases"),
         ({"attention_chunk": 16}, "needs attention in chunks"),
+        ({"sink_logits": True}, "needs sink logits"),
+        (
+            {"latent": LatentAttention(16, 16, 16, 16), "kv_heads": 1, "head_size": 32},
+            "needs multi-head latent attention",
+        ),
+        ({"experts": Experts(4, 2, 96, biases=True)}, "needs experts with biases"),
     ],
 )
 def test_models_that_the_gpu_kernels_lack_something_for_are_refused_there(options, text):
-    spec = ModelSpec("TinyForCausalLM", VOCABULARY, 64, 2, 4, 2, 16, 96, 128, **options)
+    usual = ModelSpec("TinyForCausalLM", VOCABULARY, 64, 2, 4, 2, 16, 96, 128)
+    spec = replace(usual, **options)
     with pytest.raises(ValueError, match=f"TinyForCausalLM {text}.*--device cpu"):
         check_device(spec, torch.device("cuda"))
     check_device(spec, torch.device("cpu"))

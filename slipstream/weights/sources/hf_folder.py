@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from slipstream.model.families.family import (
     UnsupportedModel,
     WeightMap,
     bare_names,
+    prediction_layers,
 )
 from slipstream.model.families.registry import find_family
 from slipstream.model.spec import ModelSpec
@@ -41,6 +43,8 @@ from slipstream.weights.sources.source import (
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
@@ -77,9 +81,14 @@ class HuggingFaceFolder:
         ]
         self.generation = _generation(folder, self._config)
         self.pooling = read_pooling(folder, architectures)
-        self._map = (
-            family.weights if has_output_layer(architectures) else bare_names(family.weights)
-        )
+        weights = family.weights_of(self._config)
+        self._map = weights if has_output_layer(architectures) else bare_names(weights)
+        if prediction_layers(self._config):
+            logger.info(
+                "%s: its layers of multi-token prediction are not read; speculative decoding works "
+                "with draft tokens from the prompt or a draft model",
+                label,
+            )
         self._tensors = self._open_tensors(quantised)
         self.spec = self._without_output_layer(spec, architectures)
 
