@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from gates import chaos, counts, drain, overload, poisoned, smuggling, soak
+from gates import access, chaos, counts, drain, fuzz, overload, poisoned, smuggling, soak
 from gates.table import Row
 
 # (folder for files, whether to run the long form) → rows
@@ -19,4 +19,6 @@ GATES: dict[str, Gate] = {
     "smuggling": smuggling.run,
     "poisoned": poisoned.run,
     "counts": counts.run,
+    "access": access.run,
+    "fuzz": fuzz.run,
 }

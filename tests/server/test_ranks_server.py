@@ -216,3 +216,5 @@ def test_orders_are_decoded_into_their_own_types_only():
         decode_order(b"X123")
     with pytest.raises(LinkError, match="damaged StepPlan from the leading rank"):
         decode_order(b"P\x93")
+    with pytest.raises(LinkError, match="damaged AdapterHere from the leading rank"):
+        decode_order(encode_order(orders[1]).replace(b"float32", b"float\xff2"))

@@ -144,7 +144,7 @@ def _decode(frame: bytes, allowed: dict[bytes, type]) -> Any:
         raise LinkError(f"unexpected kind of message on the link: {kind!r}")
     try:
         return _DECODERS[kind].decode(memoryview(frame)[1:])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise LinkError(f"damaged {allowed[kind].__name__} on the link: {error}") from error
 
 

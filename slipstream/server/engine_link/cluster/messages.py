@@ -122,5 +122,5 @@ def _decode(frame: bytes, allowed: dict[bytes, type]) -> Any:
         raise LinkError(f"unexpected kind of message between machines: {frame[:1]!r}")
     try:
         return _DECODERS[kind].decode(memoryview(frame)[1:])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise LinkError(f"damaged {kind.__name__} between machines: {error}") from error
