@@ -189,7 +189,7 @@ def _read_repository(options: ServerOptions, factories: Sequence[ModelFactory]) 
     ):
         for problem in reading.problems.errors:
             logger.error(str(problem))
-        count = len(reading.problems.errors)
+        count = reading.problems.count(fatal=True)
         places = ", ".join(str(path) for path in options.repositories)
         cause = f"{count} problems in {places}, listed above"
         if count == 1:

@@ -100,7 +100,7 @@ def models(repository: Path, asked_for: bool) -> Section:
         return Section(
             "model repository", facts, [Finding(f"the repository cannot be read: {error}", remedy)]
         )
-    counts = f"{len(problems.errors)} errors, {len(problems.warnings)} warnings"
+    counts = f"{problems.count(fatal=True)} errors, {problems.count(fatal=False)} warnings"
     facts = {"folder": str(repository), "found": f"{counts} (slipstream check {repository})"}
     remedy = f"correct it, then: slipstream check {repository}"
     return Section(

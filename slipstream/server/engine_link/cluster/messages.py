@@ -73,6 +73,15 @@ class RankEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStopped:
+    """A signal has stopped the process of a rank, or another one has continued it."""
+
+    engine: int
+    rank: int
+    stopped: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """The leader cannot use this host."""
 
@@ -85,7 +94,7 @@ class LeaderLeaves:
 
 
 ToHost = StartRank | EndRank | ShowStacks | Refused | LeaderLeaves
-FromHost = Machine | RankEnded
+FromHost = Machine | RankEnded | RankStopped
 
 _TO_HOST: dict[bytes, type] = {
     b"S": StartRank,
@@ -94,7 +103,7 @@ _TO_HOST: dict[bytes, type] = {
     b"R": Refused,
     b"L": LeaderLeaves,
 }
-_FROM_HOST: dict[bytes, type] = {b"M": Machine, b"X": RankEnded}
+_FROM_HOST: dict[bytes, type] = {b"M": Machine, b"X": RankEnded, b"P": RankStopped}
 _KIND_OF = {kind: letter for letter, kind in (_TO_HOST | _FROM_HOST).items()}
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(kind) for kind in _KIND_OF
