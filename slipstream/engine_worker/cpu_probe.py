@@ -16,6 +16,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -128,6 +129,7 @@ def choose(
     known = _read_cache(cache, lambda value: CpuChoice(**value))
     if key in known:
         return known[key]
+    logger.info("testing number formats of the CPU, at the first start only")
     choice = _try_candidates(command, flags)
     _write_cache(cache, {name: asdict(one) for name, one in (known | {key: choice}).items()})
     return choice
@@ -150,9 +152,12 @@ def choose_code(
     key = _hash([model, " ".join(sorted(flags)), source_hash(), limit])
     known = _read_cache(cache, str)
     if key not in known:
+        logger.info("compiling and testing CPU kernels, at the first start only")
+        began = time.monotonic()
         known[key] = next(
             (level.name for level in levels if _works(command(level, home), {})), machine.OFF
         )
+        logger.info("CPU kernels: %s, after %.1f s", known[key], time.monotonic() - began)
         if known[key] == machine.OFF:
             logger.warning("no compiled code passed the CPU trial; torch computes models")
         _write_cache(cache, {key: known[key]})
