@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -237,8 +238,11 @@ def _server_options(given: Namespace) -> ServerOptions:
     )
     certificate = read_certificate(given.ssl_certfile, given.ssl_keyfile)
     overrides = engine_overrides(given)
+    began = time.monotonic()
+    repository = _repository(given.model, given.repo, given.weight_only)
     return ServerOptions(
-        repositories=(_repository(given.model, given.repo, given.weight_only),),
+        repositories=(repository,),
+        prepare_seconds=time.monotonic() - began,
         http=_port(given, "http"),
         grpc=_port(given, "grpc"),
         grpc_settings=_grpc_settings(given, certificate),

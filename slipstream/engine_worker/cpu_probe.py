@@ -139,6 +139,7 @@ def choose(
     known = read_results(cache, lambda value: CpuChoice(**value))
     if key in known:
         return known[key]
+    logger.info("testing number formats of the CPU, at the first start only")
     choice = _try_candidates(command, flags)
     write_results(cache, {name: asdict(one) for name, one in (known | {key: choice}).items()})
     return choice
