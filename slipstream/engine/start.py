@@ -239,7 +239,7 @@ def _prepare_compiled(
     from slipstream.engine.cpu.choice import choose_path, create_runner
     from slipstream.engine.cpu.model import CpuModel
 
-    path = choose_path(spec, settings.cpu_code, sizes.dtype, ranks.size)
+    path = choose_path(spec, settings.cpu_code, sizes.dtype, ranks)
     if path.level is None:
         return None
     arrays = weights.arrays()
