@@ -320,7 +320,9 @@ class Layer:
         if norms_in_kernel(spec, self.index):
             self.q_norm = head_weights(spec, source, f"{name}.attention.q_layernorm")
             self.k_norm = head_weights(spec, source, f"{name}.attention.k_layernorm")
-        self.prepare_heads = prepared_heads(spec, self.index, source, f"{name}.attention")
+        self.prepare_heads = prepared_heads(
+            spec, self.index, source, f"{name}.attention", self.ranks
+        )
         self.o_proj = source.linear(
             f"{name}.attention.dense", spec.hidden_size, spec.q_size, spec.o_proj_bias
         )

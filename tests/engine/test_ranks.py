@@ -20,6 +20,8 @@ DEFAULT = {
     "gemma2": ["greedy", "penalties"],  # output norms and soft caps
     "mixtral": ["greedy", "preempted"],  # a part of each expert
     "gemma": ["greedy"],  # one KV head
+    "olmo2": ["greedy", "sampled"],  # norms over the heads of all ranks
+    "olmo3": ["greedy"],  # the same, and windows
 }
 INT4 = "llama int4"
 
@@ -143,7 +145,7 @@ def test_a_token_that_differs_is_found_and_its_row_is_named(two_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_families_and_kinds(engines, size):
-    families = FAMILIES if size == 2 else ("llama", "gemma", "qwen3_moe", "gptj")
+    families = FAMILIES if size == 2 else ("llama", "gemma", "qwen3_moe", "gptj", "olmo2")
     cases = [
         (case_name(family, kind), engines(family), kind) for family in families for kind in RUNS
     ]
