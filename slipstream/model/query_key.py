@@ -39,8 +39,8 @@ class HeadNorm:
         return normal if self.bias is None else normal + self.bias
 
     def with_mean(self, x: Tensor, mean: Tensor) -> Tensor:
-        """Return x [tokens, heads, head_size] normalised, float32. mean: [tokens], of the squares
-        of all heads, of which other ranks have some
+        """Return x [tokens, heads, head_size] normalised, float32. mean: [tokens], the mean of the
+        squares of all heads, those of other ranks included
         """
         normal = x.float() * torch.rsqrt(mean + self.epsilon)[:, None, None]
         return normal * self.weight

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from rank_models import FAMILIES, build_rank_engine, save_rank_model
-from rank_runs import KINDS, run_alone, run_ranks
+from rank_runs import KINDS, run, run_alone, run_ranks, settings_of
 from tiny_adapters import ALL_MODULES, save_adapter
+
+from slipstream.weights.load import start_engine
 
 RUNS = [name for name in KINDS if name not in ("adapters", "cancels", "many cancels", "flipped")]
 DEFAULT = {
@@ -118,6 +120,26 @@ def test_the_runs_do_what_they_are_for(two_ranks):
     assert len(two_ranks["llama: beams"]["beams"]["0"]) == 3
     sampled = two_ranks["llama: sampled"]["tokens"]
     assert sampled != two_ranks["llama: greedy"]["tokens"]
+
+
+def test_prompts_that_are_scored_in_pieces_have_the_same_scores(engines):
+    """As with several ranks: a step has logits of a few tokens of a long prompt only."""
+    expected = run_alone(engines("llama"), "scores")
+    loop = start_engine(engines("llama"), settings_of(KINDS["scores"], 1))
+    loop.scheduler.prompt_limits.most_scored = 5
+    plans = []
+    launch = loop.runner.launch
+    loop.runner.launch = lambda plan: (plans.append(plan), launch(plan))[1]
+    found = run(loop, "scores", engines("llama"))
+    assert found["tokens"] == expected["tokens"]
+    for name, values in expected["numbers"].items():
+        assert found["numbers"][name] == pytest.approx(values, rel=1e-4, abs=1e-4), name
+    prompts = [plan.tokens - sum(count == 1 for count in plan.counts) for plan in plans]
+    assert max(prompts) == 5
+
+
+def test_an_engine_of_several_ranks_scores_prompts_in_pieces(two_ranks):
+    assert two_ranks["llama: greedy"]["most_scored"] == 256
 
 
 def test_two_ranks_with_int4_weights_generate_the_tokens_of_one(two_ranks, engines):
