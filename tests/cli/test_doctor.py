@@ -413,6 +413,12 @@ def test_a_machine_for_one_rank_has_no_findings_about_ranks(tmp_path: Path) -> N
     }
 
 
+def test_a_rank_of_an_unknown_number_is_a_finding() -> None:
+    environment = {"PMIX_RANK": "1"}
+    assert rank_findings(environment)["the place of this process is not known"] is True
+    assert doctor.variables(environment).findings == []
+
+
 def test_gpus_that_do_not_reach_each_other_and_little_shared_memory_are_notes(
     tmp_path: Path,
 ) -> None:

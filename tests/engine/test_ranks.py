@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from rank_models import FAMILIES, build_rank_engine, save_rank_model
-from rank_runs import KINDS, run_alone, run_ranks
+from rank_runs import KINDS, run, run_alone, run_ranks, settings_of
 from tiny_adapters import ALL_MODULES, save_adapter
+
+from slipstream.weights.load import start_engine
 
 RUNS = [name for name in KINDS if name not in ("adapters", "cancels", "many cancels", "flipped")]
 DEFAULT = {
@@ -20,6 +22,8 @@ DEFAULT = {
     "gemma2": ["greedy", "penalties"],  # output norms and soft caps
     "mixtral": ["greedy", "preempted"],  # a part of each expert
     "gemma": ["greedy"],  # one KV head
+    "olmo2": ["greedy", "sampled"],  # norms over the heads of all ranks
+    "olmo3": ["greedy"],  # the same, and windows
 }
 INT4 = "llama int4"
 
@@ -118,6 +122,26 @@ def test_the_runs_do_what_they_are_for(two_ranks):
     assert sampled != two_ranks["llama: greedy"]["tokens"]
 
 
+def test_prompts_that_are_scored_in_pieces_have_the_same_scores(engines):
+    """As with several ranks: a step has logits of a few tokens of a long prompt only."""
+    expected = run_alone(engines("llama"), "scores")
+    loop = start_engine(engines("llama"), settings_of(KINDS["scores"], 1))
+    loop.scheduler.prompt_limits.most_scored = 5
+    plans = []
+    launch = loop.runner.launch
+    loop.runner.launch = lambda plan: (plans.append(plan), launch(plan))[1]
+    found = run(loop, "scores", engines("llama"))
+    assert found["tokens"] == expected["tokens"]
+    for name, values in expected["numbers"].items():
+        assert found["numbers"][name] == pytest.approx(values, rel=1e-4, abs=1e-4), name
+    prompts = [plan.tokens - sum(count == 1 for count in plan.counts) for plan in plans]
+    assert max(prompts) == 5
+
+
+def test_an_engine_of_several_ranks_scores_prompts_in_pieces(two_ranks):
+    assert two_ranks["llama: greedy"]["most_scored"] == 256
+
+
 def test_two_ranks_with_int4_weights_generate_the_tokens_of_one(two_ranks, engines):
     assert_same(two_ranks[INT4], run_alone(engines(INT4), "greedy"), 2)
 
@@ -143,7 +167,7 @@ def test_a_token_that_differs_is_found_and_its_row_is_named(two_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_families_and_kinds(engines, size):
-    families = FAMILIES if size == 2 else ("llama", "gemma", "qwen3_moe", "gptj")
+    families = FAMILIES if size == 2 else ("llama", "gemma", "qwen3_moe", "gptj", "olmo2")
     cases = [
         (case_name(family, kind), engines(family), kind) for family in families for kind in RUNS
     ]

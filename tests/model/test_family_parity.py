@@ -67,7 +67,17 @@ def test_deterministic_logits_are_the_same_in_any_steps(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["bloom", "cohere-qk-norm", "deepseek2", "gptoss", "granite", "llama4", "stablelm-12b"]
+    "name",
+    [
+        "bloom",
+        "cohere-qk-norm",
+        "deepseek2",
+        "gptoss",
+        "granite",
+        "llama4",
+        "olmo2",
+        "stablelm-12b",
+    ],
 )
 def test_two_ranks_compute_the_logits_of_one(name, tmp_path):
     variant = VARIANTS[name]
@@ -114,11 +124,12 @@ def test_the_compiled_cpu_path_leaves_other_options_to_torch(options):
     assert unsupported(replace(spec, **options), "float32", 1) != ""
 
 
-def test_a_norm_over_all_heads_is_not_divided_among_ranks(tmp_path):
+def test_a_layer_norm_over_all_heads_is_not_divided_among_ranks(tmp_path):
     VARIANTS["olmo2"].write(VARIANTS["olmo2"].model(), tmp_path)
     spec, _ = folder_tensors(tmp_path)
-    with pytest.raises(ValueError, match="normalises queries and keys over all heads"):
-        check_ranks(spec, Quantisation(), 2)
+    check_ranks(spec, Quantisation(), 2)
+    with pytest.raises(ValueError, match="it has layer norms over all queries and all keys"):
+        check_ranks(replace(spec, norm="layer"), Quantisation(), 2)
 
 
 @pytest.mark.parametrize(

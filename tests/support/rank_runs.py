@@ -206,6 +206,7 @@ def run(loop: EngineLoop, name: str, folder: str) -> dict[str, Any]:
     result["draft_tokens"] = stats.draft_tokens
     result["reused_blocks"] = stats.reused_blocks
     result["ranks"] = loop.info.ranks
+    result["most_scored"] = loop.scheduler.prompt_limits.most_scored
     result["weight_bytes"] = loop.info.weight_bytes
     return result
 

@@ -15,7 +15,13 @@ from slipstream.cli.doctor.ranks import ranks
 from slipstream.cli.doctor.report import Finding, Report, Section, hide_in_variable, hider, is_proxy
 from slipstream.repository.check import check_repository
 from slipstream.repository.known import DEFAULT_REPOSITORY
-from slipstream.server.engine_link.launched import LAUNCHERS, RANK_VARIABLES, find_launch
+from slipstream.server.engine_link.launched import (
+    LAUNCHERS,
+    RANK_VARIABLES,
+    Launched,
+    LaunchError,
+    find_launch,
+)
 from slipstream.weights.home import expand_home
 
 _VARIABLES = frozenset(
@@ -113,7 +119,10 @@ def variables(environment: Mapping[str, str]) -> Section:
     known = sorted((name, value) for name, value in environment.items() if _matters(name))
     facts = {name: hide_in_variable(name, " ".join(value.split())) for name, value in known}
     findings = []
-    launched = find_launch(environment)
+    try:
+        launched = find_launch(environment)
+    except LaunchError:
+        launched = Launched()  # the section on ranks reports it
     if launched.rank != 0:
         name = next(found.rank for found in LAUNCHERS if found.name == launched.launcher)
         what = f"{name} is {environment[name]}: tritonserver is not the server, but a further rank"
