@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.cli.arguments import Parser
+from slipstream.cli.doctor.engines import engines
 from slipstream.cli.doctor.machine import ask_torch, disks, gpus, processor, system, versions
 from slipstream.cli.doctor.ports import ports
 from slipstream.cli.doctor.ranks import ranks
@@ -88,7 +89,10 @@ def examine(repository: Path | None) -> Report:
     torch = ask_torch()
     sections = [versions(torch), system(), processor(torch), gpus(torch)]
     sections += [ranks(torch, os.environ), disks(folder), ports()]
-    sections += [models(folder, asked_for=repository is not None), variables(os.environ)]
+    sections.append(models(folder, asked_for=repository is not None))
+    if os.path.isdir(folder):
+        sections.append(engines(folder))
+    sections.append(variables(os.environ))
     return Report(sections, hider())
 
 

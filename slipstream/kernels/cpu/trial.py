@@ -43,6 +43,7 @@ _TOKENS = 20
 _HEADS = 4
 _KV_HEADS = 2
 _HEAD_SIZE = 32
+_TABLE = np.zeros(LANES, dtype=np.int32)  # of blocks: the first one
 _ROUNDING = {Format.F32: 1e-4, Format.BF16: 0.05}
 _ELEMENTS = {Format.F32: np.float32, Format.BF16: np.uint16, Format.INT8: np.uint8}
 
@@ -154,7 +155,17 @@ def _try_attention(team: Team, kind: Format, tiled: bool) -> None:
     given = aligned_rows(_TOKENS, heads * _HEAD_SIZE, np.float32)
     given[:] = chance.standard_normal(given.shape)
     angles = chance.uniform(0, 6, (_TOKENS, _HEAD_SIZE // 2)).astype(np.float32)
-    cosine, sine = np.cos(angles), np.sin(angles)
+    found = _compute_attention(team, kind, tiled, given, angles)
+    expected = _attend(given.reshape(_TOKENS, heads, _HEAD_SIZE), angles)
+    what = f"attention with {kind.name}, {'tiles' if tiled else 'single tokens'}"
+    _check(team, what, found, expected, _ROUNDING[kind])
+
+
+def _compute_attention(
+    team: Team, kind: Format, tiled: bool, given: np.ndarray, angles: np.ndarray
+) -> np.ndarray:
+    cosine = np.cos(angles)
+    sine = np.sin(angles)
     cache = aligned_rows(2 * _KV_HEADS * _TOKENS, _HEAD_SIZE, _ELEMENTS[kind])
     queries = aligned_rows(_TOKENS, _HEADS * _HEAD_SIZE, _ELEMENTS[kind])
     target = aligned_rows(_TOKENS, _HEADS * _HEAD_SIZE, np.float32)
@@ -190,32 +201,32 @@ def _try_attention(team: Team, kind: Format, tiled: bool) -> None:
         sinks=0,
         **places,
     )
-    table = np.zeros(LANES, dtype=np.int32)
+    _run(team, [rope, attention], _TOKENS, **_attention_work(tiled))
+    return target
+
+
+def _attention_work(tiled: bool) -> dict[str, int | np.ndarray]:
+    """Return the fields of a step for one sequence, whose cache is one block."""
     positions = np.arange(_TOKENS)
-    each = [(token, token + 1, _address(table)) for token in range(_TOKENS)]
-    _run(
-        team,
-        [rope, attention],
-        _TOKENS,
-        POSITIONS=positions,
-        SLOTS=positions,
-        SINGLES=0 if tiled else _TOKENS,
-        SINGLE_LIST=np.array(each, dtype=np.int64),
-        TILES=int(tiled),
-        TILE_LIST=np.array([(0, _TOKENS, 0, _address(table))], dtype=np.int64),
-        BLOCK_TOKENS=_TOKENS,
-    )
-    expected = _attend(given.reshape(_TOKENS, heads, _HEAD_SIZE), cosine, sine)
-    what = f"attention with {kind.name}, {'tiles' if tiled else 'single tokens'}"
-    _check(team, what, target, expected, _ROUNDING[kind])
+    each = [(token, token + 1, _address(_TABLE)) for token in range(_TOKENS)]
+    return {
+        "POSITIONS": positions,
+        "SLOTS": positions,
+        "SINGLES": 0 if tiled else _TOKENS,
+        "SINGLE_LIST": np.array(each, dtype=np.int64),
+        "TILES": int(tiled),
+        "TILE_LIST": np.array([(0, _TOKENS, 0, _address(_TABLE))], dtype=np.int64),
+        "BLOCK_TOKENS": _TOKENS,
+    }
 
 
-def _attend(given: np.ndarray, cosine: np.ndarray, sine: np.ndarray) -> np.ndarray:
+def _attend(given: np.ndarray, angles: np.ndarray) -> np.ndarray:
     """Return what RoPE and attention compute. given: [tokens, heads + 2 kv_heads, head_size]"""
     first, second = np.split(given[:, : _HEADS + _KV_HEADS], 2, axis=2)
-    turn = (cosine[:, None], sine[:, None])
+    cosine = np.cos(angles)[:, None]
+    sine = np.sin(angles)[:, None]
     rotated = np.concatenate(
-        (first * turn[0] - second * turn[1], second * turn[0] + first * turn[1]), axis=2
+        (first * cosine - second * sine, second * cosine + first * sine), axis=2
     )
     repeats = _HEADS // _KV_HEADS
     keys = np.repeat(rotated[:, _HEADS:], repeats, axis=1)
