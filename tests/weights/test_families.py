@@ -293,6 +293,19 @@ def test_unsupported_architecture_error_lists_supported_ones_and_unknown_tensors
     )
 
 
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("Gemma3nForConditionalGeneration", "layers share keys and values.*use Gemma 3$"),
+        ("Qwen3NextForCausalLM", "a state for each sequence.*use Qwen3 with experts"),
+        ("DeepseekV32ForCausalLM", "sparse attention.*use DeepSeek V3 or V3.1$"),
+    ],
+)
+def test_known_architectures_that_are_not_served_say_why(architecture: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"^architecture {architecture} .*{reason}"):
+        find_family({"architectures": [architecture]})
+
+
 def test_a_missing_size_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="'intermediate_size'"):
         read_spec({key: value for key, value in LLAMA.items() if key != "intermediate_size"})

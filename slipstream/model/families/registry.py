@@ -82,6 +82,21 @@ FAMILIES: tuple[Family, ...] = (
     mpt.FAMILY,
 )
 _NAMES_SHOWN = 8
+_LINEAR_STATE = (
+    "its layers of linear attention keep a state for each sequence, which the blocks of the KV "
+    "cache cannot hold"
+)
+_GEMMA_3N = "its layers share keys and values, and exchange several residual streams"
+# architectures that are asked for → why they are not served, and what to use instead
+_NOT_SERVED = {
+    "Gemma3nForCausalLM": (_GEMMA_3N, "Gemma 3"),
+    "Gemma3nForConditionalGeneration": (_GEMMA_3N, "Gemma 3"),
+    "Qwen3NextForCausalLM": (_LINEAR_STATE, "Qwen3 with experts (Qwen3MoeForCausalLM)"),
+    "DeepseekV32ForCausalLM": (
+        "its sparse attention chooses the keys of each query by an index of its own",
+        "DeepSeek V3 or V3.1",
+    ),
+}
 
 
 def supported_architectures() -> list[str]:
@@ -99,6 +114,10 @@ def find_family(config: dict[str, Any], tensor_names: Iterable[str] = ()) -> Fam
             return family
         if not architectures and config.get("model_type") in family.model_types:
             return family
+    for name in config.get("architectures") or []:
+        if name in _NOT_SERVED:
+            reason, other = _NOT_SERVED[name]
+            raise UnsupportedModel(f"architecture {name} is not supported: {reason}; use {other}")
     named = (
         ", ".join(config.get("architectures") or []) or config.get("model_type") or "(none named)"
     )
