@@ -117,6 +117,7 @@ def test_two_ranks_compute_the_logits_of_one(name, tmp_path):
     [
         {"position": "alibi", "alibi": Alibi()},
         {"attention_chunk": 16},
+        {"causal": False},
         {"embedding_norm": True},
         {"latent": LatentAttention(16, 16, 16, 16), "kv_heads": 1, "head_size": 32},
         {"input_norms": False, "output_norms": True},
@@ -169,6 +170,7 @@ def test_slopes_of_position_biases(largest, heads, expected):
     [
         ({"position": "alibi", "alibi": Alibi()}, "needs position biases"),
         ({"attention_chunk": 16}, "needs attention in chunks"),
+        ({"causal": False}, "needs attention in both directions"),
         ({"sink_logits": True}, "needs sink logits"),
         (
             {"latent": LatentAttention(16, 16, 16, 16), "kv_heads": 1, "head_size": 32},

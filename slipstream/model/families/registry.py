@@ -10,9 +10,9 @@ from slipstream.model.families import (
     cohere,
     dbrx,
     deepseek,
+    encoders,
     exaone,
     glm,
-    gpt_oss,
     granite,
     internlm,
     llama,
@@ -36,6 +36,7 @@ from slipstream.model.families.gpt import (
     gpt2,
     gpt_bigcode,
     gpt_neox,
+    gpt_oss,
     gptj,
     mpt,
     opt,
@@ -80,6 +81,7 @@ FAMILIES: tuple[Family, ...] = (
     falcon.FAMILY,
     bloom.FAMILY,
     mpt.FAMILY,
+    *encoders.FAMILIES,
 )
 _NAMES_SHOWN = 8
 _LINEAR_STATE = (
@@ -128,12 +130,15 @@ def find_family(config: dict[str, Any], tensor_names: Iterable[str] = ()) -> Fam
 
 
 def _causal_name(architecture: str) -> str:
-    """Return the name of the model that generates, for a bare model or a classifier."""
+    """Return the name of the model that generates, for a bare model or a classifier. For a
+    classifier of an encoder, the name of the bare model.
+    """
     for ending in ("ForSequenceClassification", "Model"):
         if architecture.endswith(ending):
-            name = f"{architecture.removesuffix(ending)}ForCausalLM"
-            if any(name in family.architectures for family in FAMILIES):
-                return name
+            stem = architecture.removesuffix(ending)
+            for name in (f"{stem}ForCausalLM", f"{stem}Model"):
+                if any(name in family.architectures for family in FAMILIES):
+                    return name
     return architecture
 
 
