@@ -6,6 +6,7 @@ This module needs no torch. Models of torch, on a GPU or a CPU, come from `with_
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -128,6 +129,7 @@ def create_engine(
     code_folder: where compiled code for a CPU is kept; None: it is compiled in memory.
     """
     began = time.monotonic()
+    settings = settings_of_model(spec, settings)
     ranks = ALONE if group is None else group.ranks
     limits = BuiltLimits(longest_sequence, most_step_tokens, most_rows, fp8_cache)
     if isinstance(weights, dict):
@@ -160,8 +162,23 @@ def create_follower(
     ranks: Ranks,
 ) -> Follower:
     """Create a following rank from its part of the weights."""
+    settings = settings_of_model(spec, settings)
     prepared = _prepare(spec, weights, settings, limits, _no_progress, None, ranks)
     return Follower(prepared.runner, prepared.store)
+
+
+def settings_of_model(spec: ModelSpec, settings: EngineSettings) -> EngineSettings:
+    """Return the settings that a model allows. Where attention goes in both directions, a prompt is
+    computed in one step, without cached blocks of others.
+    """
+    if spec.causal:
+        return settings
+    if settings.kernel_options.deterministic:
+        raise ValueError(
+            f"deterministic: {spec.architecture}, whose attention goes in both directions, has no "
+            "such form; remove the option"
+        )
+    return replace(settings, chunked=False, reuse=False, target_itl_ms=None)
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:

@@ -168,6 +168,8 @@ def _attend_prefill(
     Queries are taken in tiles: a tile skips the keys after it, and its scores stay in the CPU's
     cache.
     """
+    if not rule.causal:
+        return _attend_both_ways(q, k, v, rule)
     count, heads, size = q.shape
     group = heads // len(k)
     by_kv_head = (q * rule.scale).reshape(count, len(k), group, size).transpose(0, 1)
@@ -193,6 +195,17 @@ def _attend_prefill(
         tile = torch.bmm(weights, v[:, keys]).view(len(k), end - begin, group, value_size)
         output[begin:end] = tile.transpose(0, 1).reshape(end - begin, heads, value_size)
     return output
+
+
+def _attend_both_ways(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+    """Arguments and result as of `_attend_prefill`; every query attends to all keys."""
+    group = q.shape[1] // len(k)
+    keys = k.repeat_interleave(group, dim=0)
+    values = v.repeat_interleave(group, dim=0)
+    out = functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None], values[None], scale=rule.scale
+    )
+    return out[0].transpose(0, 1)
 
 
 def softcap(scores: Tensor, rule: AttentionRule) -> Tensor:

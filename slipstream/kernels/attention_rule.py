@@ -17,7 +17,8 @@ class Slopes:
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
     """A query attends to itself and the tokens before it: the last `window` tokens, and always the
-    first `sinks` tokens.
+    first `sinks` tokens. If it is not causal, to all tokens of its step, which has the whole
+    sequence.
     """
 
     scale: float  # factor of the scores query · key
@@ -27,6 +28,7 @@ class AttentionRule:
     # positions of a chunk: only keys of the query's own chunk are attended to; None: no limit
     chunk: int | None = None
     slopes: Slopes | None = None
+    causal: bool = True
     # values are the leading elements of the keys, this many; None: values are cached beside keys
     value_size: int | None = None
     # A logit of each head that takes part in the softmax and adds nothing to the result; None: no

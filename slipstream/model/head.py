@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from slipstream.kernels import linear_dispatch
 from slipstream.kernels.inputs import Input, plain
@@ -93,6 +96,25 @@ class Head:
         if not self.softcap:
             return logits
         return logits.float().div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+def score_layer(spec: ModelSpec, source: Tensors) -> Callable[[Tensor], Tensor] | None:
+    """Return the output layer of a classifier: [hidden] float32 → [labels]."""
+    if not spec.labels:
+        return None
+    weight = source.take("score.weight", (spec.labels, spec.hidden_size), torch.float32)
+    if not spec.score_dense:
+        return partial(functional.linear, weight=weight)
+    bias = source.take("score.bias", (spec.labels,), torch.float32)
+    shape = (spec.hidden_size, spec.hidden_size)
+    dense = source.take("score_dense.weight", shape, torch.float32)
+    dense_bias = source.take("score_dense.bias", (spec.hidden_size,), torch.float32)
+
+    def score(state: Tensor) -> Tensor:
+        middle = torch.tanh(functional.linear(state, dense, dense_bias))
+        return functional.linear(middle, weight, bias)
+
+    return score
 
 
 def recompute_top_logits(

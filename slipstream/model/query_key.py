@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.attention_rule import Slopes
+from slipstream.kernels.attention_rule import AttentionRule, Slopes
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.linear import Tensors
 from slipstream.model.norms import norm_weight
@@ -120,6 +120,7 @@ def check_device(spec: ModelSpec, device: torch.device) -> None:
     missing = {
         "position biases (ALiBi)": spec.alibi is not None,
         "attention in chunks": spec.attention_chunk is not None,
+        "attention in both directions": not spec.causal,
         "sink logits": spec.sink_logits,
         "multi-head latent attention": spec.latent is not None,
         "experts with biases": spec.experts is not None and spec.experts.biases,
@@ -130,6 +131,20 @@ def check_device(spec: ModelSpec, device: torch.device) -> None:
             f"{spec.architecture} needs {' and '.join(needed)}, which the GPU kernels lack: run it "
             "on a CPU with --device cpu"
         )
+
+
+def attention_rule(spec: ModelSpec, layer: int, ranks: Ranks) -> AttentionRule:
+    """Return what a layer's queries attend to, without its sink logits."""
+    slopes = None if spec.alibi is None else attention_slopes(spec.alibi, spec.heads, ranks)
+    return AttentionRule(
+        spec.scale_of_layer(layer),
+        spec.window_of_layer(layer),
+        softcap=spec.attention_softcap,
+        chunk=spec.chunk_of_layer(layer),
+        slopes=slopes,
+        causal=spec.causal,
+        value_size=None if spec.latent is None else spec.latent.kv_rank,
+    )
 
 
 def attention_slopes(alibi: Alibi, heads: int, ranks: Ranks) -> Slopes:

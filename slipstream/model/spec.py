@@ -51,6 +51,7 @@ Outside the layers:
     transformer.project_in.weight          [hidden, embedding]
     transformer.project_out.weight         [embedding, hidden]
     transformer.position_embedding.weight  [positions, hidden]   learned positions only
+    transformer.type_embedding.weight      [token_types, hidden]
     transformer.ln_embed.weight            [hidden]   if the embeddings are normalised
     transformer.ln_f.weight                [hidden]   if there is a final norm
     lm_head.weight                         [vocab, embedding]   absent if the embeddings are tied
@@ -155,6 +156,8 @@ class ModelSpec:
     qk_norm_kind: QkNormKind = "shared"
     qk_norm_bias: bool = False
     tied_embeddings: bool = False
+    causal: bool = True  # False: tokens attend to the whole prompt, which is computed in one step
+    token_types: int = 0  # kinds of tokens, with an embedding each; all tokens have the first one
     sliding_window: int | None = None  # tokens that a token attends to, with itself
     sliding_layers: tuple[bool, ...] | None = None  # layers with the window; None: all
     experts: Experts | None = None
@@ -162,6 +165,8 @@ class ModelSpec:
     final_norm: bool = True
     embedding_size: int = 0  # 0: the hidden size; else linear layers project from and to it
     labels: int = 0  # outputs of the score layer; 0: there is none
+    # with labels: whether a linear layer and tanh precede the score layer, and both have biases
+    score_dense: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(
@@ -452,6 +457,9 @@ _CONFIG_KEYS = {
     "final_norm": "final_norm",
     "embedding_size": "word_embed_proj_dim",
     "labels": "num_labels",
+    "causal": "is_causal",
+    "token_types": "type_vocab_size",
+    "score_dense": "score_dense",
 }
 # groups of options that hold plain values only
 _GROUPS: dict[str, Callable[..., object]] = {

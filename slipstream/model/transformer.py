@@ -17,7 +17,7 @@ from torch.nn import functional
 from slipstream.kernels import packed_cache
 from slipstream.kernels.adapter_layout import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
 from slipstream.kernels.adapters import StepAdapters
-from slipstream.kernels.attention_rule import AttentionRule, cache_shape
+from slipstream.kernels.attention_rule import cache_shape
 from slipstream.kernels.inputs import Input, pick, plain
 from slipstream.kernels.linear import (
     FusedLinear,
@@ -32,13 +32,13 @@ from slipstream.kernels.options import KernelOptions
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.activation import mlp_activation
 from slipstream.model.experts import Mixture
-from slipstream.model.head import Head
+from slipstream.model.head import Head, score_layer
 from slipstream.model.latent_attention import LatentHeads
 from slipstream.model.linear import Tensors
 from slipstream.model.norms import normed_sum, take_norm
 from slipstream.model.position import rotary_table
 from slipstream.model.query_key import (
-    attention_slopes,
+    attention_rule,
     check_device,
     head_weights,
     norms_in_kernel,
@@ -109,7 +109,7 @@ class Transformer:
         self.final_norm = take_norm(spec, source, "transformer.ln_f") if spec.final_norm else None
         self.ranks = ranks
         self.head = Head(spec, source, self.embedding, ranks)
-        self.score = _score_layer(spec, source)
+        self.score = score_layer(spec, source)
         source.close()
         for layer, following in itertools.pairwise(self.layers):
             layer.set_consumer(following.input_norm, following.qkv)
@@ -125,6 +125,10 @@ class Transformer:
         if spec.position == "learned":
             shape = (spec.max_positions, spec.hidden_size)
             self.position_embedding = source.take("transformer.position_embedding.weight", shape)
+            if spec.token_types:
+                shape = (spec.token_types, spec.hidden_size)
+                types = source.take("transformer.type_embedding.weight", shape, torch.float32)
+                self.position_embedding = self.position_embedding.float() + types[0]
         else:
             rotated = filter(spec.rotates_layer, range(spec.layers))
             for theta in {spec.theta_of_layer(index) for index in rotated}:
@@ -171,6 +175,11 @@ class Transformer:
 
         The first `sinks` tokens of a sequence are always attended to, as part of the window.
         """
+        if not self.spec.causal:
+            raise ValueError(
+                "attention_windows: the model's attention goes in both directions; remove them "
+                "(max_attention_window_size)"
+            )
         for index, layer in enumerate(self.layers if windows else ()):
             given = windows[index % len(windows)]
             window = min(given, layer.rule.window or given)
@@ -257,14 +266,6 @@ def _embedding_norm(spec: ModelSpec, source: Tensors) -> Norm | None:
     return replace(norm, dtype=torch.float32)  # the residual stream's type
 
 
-def _score_layer(spec: ModelSpec, source: Tensors) -> Callable[[Tensor], Tensor] | None:
-    """Return the output layer of a classifier: [hidden] float32 → [labels]."""
-    if not spec.labels:
-        return None
-    weight = source.take("score.weight", (spec.labels, spec.hidden_size), torch.float32)
-    return partial(functional.linear, weight=weight)
-
-
 class Layer:
     def __init__(
         self,
@@ -284,15 +285,7 @@ class Layer:
             self.add_norm = partial(ranks.sum_add_norm, add_norm=operations.add_norm)
         self.index = index
         self.dtype = source.dtype
-        window = spec.window_of_layer(index)
-        self.rule = AttentionRule(
-            spec.scale_of_layer(index),
-            window,
-            softcap=spec.attention_softcap,
-            chunk=spec.chunk_of_layer(index),
-        )
-        if spec.alibi is not None:
-            self.rule = replace(self.rule, slopes=attention_slopes(spec.alibi, spec.heads, ranks))
+        self.rule = attention_rule(spec, index, ranks)
         self.theta = spec.theta_of_layer(index)
         self.rotates = spec.rotates_layer(index)
         name = f"transformer.layers.{index}"
@@ -326,7 +319,6 @@ class Layer:
         self.latent: LatentHeads | None = None
         if spec.latent is not None:
             self.latent = LatentHeads(spec, source, f"{name}.attention")
-            self.rule = replace(self.rule, value_size=spec.latent.kv_rank)
             self.qkv = self.latent.keys_down
         else:
             self.qkv = source.linear(

@@ -159,6 +159,8 @@ def checkpoint_shapes(spec: ModelSpec) -> dict[str, Shape]:
         shapes["transformer.project_out.weight"] = (spec.embedding_size, spec.hidden_size)
     if spec.position == "learned":
         shapes["transformer.position_embedding.weight"] = (spec.max_positions, spec.hidden_size)
+    if spec.token_types:
+        shapes["transformer.type_embedding.weight"] = (spec.token_types, spec.hidden_size)
     if spec.embedding_norm:
         shapes.update(_norm("transformer.ln_embed", spec))
     for layer in range(spec.layers):
@@ -171,6 +173,9 @@ def checkpoint_shapes(spec: ModelSpec) -> dict[str, Shape]:
         shapes["lm_head.bias"] = (spec.vocab_size,)
     if spec.labels:
         shapes["score.weight"] = (spec.labels, spec.hidden_size)
+    if spec.labels and spec.score_dense:
+        shapes["score.bias"] = (spec.labels,)
+        shapes.update(_linear("score_dense", spec.hidden_size, spec.hidden_size, True))
     return shapes
 
 

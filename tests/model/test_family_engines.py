@@ -2,8 +2,6 @@
 of transformers, also where prompts are cut into steps and where their beginning is in the cache.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from family_variants import VARIANTS
@@ -24,9 +22,7 @@ SHARED = torch.randint(0, VOCABULARY, (64,), generator=torch.Generator().manual_
     ids=str,
 )
 def pair(request, tmp_path_factory):
-    variant = VARIANTS[request.param]
-    positions = "n_positions" if variant.config_class == "GPT2Config" else "max_position_embeddings"
-    variant = replace(variant, options={**variant.options, positions: LENGTH})
+    variant = VARIANTS[request.param].with_positions(LENGTH)
     model = variant.model()
     folder = tmp_path_factory.mktemp(request.param)
     variant.write(model, folder / "hf")

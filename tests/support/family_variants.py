@@ -8,7 +8,7 @@ written under the family's names, by `renamed_models`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,13 @@ _YARN = {
     "rope_theta": 10000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+# the config field of the longest sequence, where it has another name
+_POSITIONS = {
+    "DbrxConfig": "max_seq_len",
+    "GPT2Config": "n_positions",
+    "GPTBigCodeConfig": "n_positions",
+    "MptConfig": "max_seq_len",
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
 _DEEPSEEK = {
@@ -69,6 +76,11 @@ class Variant:
     options: dict[str, Any] = field(default_factory=dict)
     written_as: str = ""  # a name of `renamed_models.WRITERS`; empty: as transformers writes it
     sizes: dict[str, Any] = field(default_factory=lambda: _SMALL)
+
+    def with_positions(self, length: int) -> Variant:
+        """Return the variant with sequences of this length."""
+        field_name = _POSITIONS.get(self.config_class, "max_position_embeddings")
+        return replace(self, options={**self.options, field_name: length})
 
     def model(self) -> Any:
         """Return the random model of transformers."""

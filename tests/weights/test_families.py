@@ -293,6 +293,19 @@ def test_unsupported_architecture_error_lists_supported_ones_and_unknown_tensors
     )
 
 
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("Gemma3nForConditionalGeneration", "layers share keys and values.*use Gemma 3$"),
+        ("Qwen3NextForCausalLM", "a state for each sequence.*use Qwen3 with experts"),
+        ("DeepseekV32ForCausalLM", "sparse attention.*use DeepSeek V3 or V3.1$"),
+    ],
+)
+def test_known_architectures_that_are_not_served_say_why(architecture: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"^architecture {architecture} .*{reason}"):
+        find_family({"architectures": [architecture]})
+
+
 def test_a_missing_size_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="'intermediate_size'"):
         read_spec({key: value for key, value in LLAMA.items() if key != "intermediate_size"})
@@ -599,6 +612,9 @@ REFUSED = [
         {"n_routed_experts": 10},
         "2 experts a token cannot be chosen from 4 of 8 groups of 10 experts",
     ),
+    ("BertModel", {"position_embedding_type": "relative_key"}, "relative_key"),
+    ("BertForSequenceClassification", {}, "token types.*XLMRobertaForSequenceClassification"),
+    ("RobertaModel", {"pad_token_id": 0}, "pad_token_id=0"),
     ("GptOssForCausalLM", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
     ("Qwen2MoeForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
     ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "9 experts a token, of 8"),

@@ -14,6 +14,7 @@ DTYPES = ("float32", "bfloat16")
 _OTHER_OPTIONS = {
     "alibi": "scores have position biases",
     "attention_chunk": "attention is in chunks",
+    "causal": "attention goes in both directions",
     "embedding_norm": "embeddings are normalised",
     "input_norms": "attention and MLP take the residual stream as it is",
     "latent": "keys and values come from latent vectors",

@@ -100,6 +100,7 @@ class Runner:
                 np.array(plan.counts),
                 self.rows,
                 range(len(plan.rows)),
+                scores_first=not self.model.spec.causal,
             )
         if pools is None:
             return self.model(self._step(plan, selection.tokens), self.cache).numpy(), []
