@@ -13,6 +13,7 @@ from gates import (
     fuzz,
     overload,
     poisoned,
+    races,
     smuggling,
     soak,
     starvation,
@@ -33,6 +34,7 @@ GATES: dict[str, Gate] = {
     "counts": counts.run,
     "access": access.run,
     "fuzz": fuzz.run,
+    "races": races.run,
     "starvation": starvation.run,
     "supply_chain": supply_chain.run,
 }
