@@ -34,7 +34,15 @@ def run_guided(
     corpus.mkdir(parents=True)
     for number, seed in enumerate(seeds):
         (corpus / f"seed{number}").write_bytes(seed)
-    command = [sys.executable, __file__, name, str(runs), str(seconds), str(corpus)]
+    command = [
+        sys.executable,
+        "-m",
+        "gates.fuzz_coverage",
+        name,
+        str(runs),
+        str(seconds),
+        str(corpus),
+    ]
     path = os.pathsep.join((str(TESTS.parent), str(TESTS), str(TESTS / "support")))
     found = subprocess.run(
         command,
