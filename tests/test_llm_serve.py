@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -193,6 +194,19 @@ def test_options_that_name_another_model_are_refused(options: list[str], message
 )
 def test_the_served_name_is_the_last_part_of_the_model(model: str, name: str) -> None:
     assert served_name(model) == name
+
+
+def test_the_programs_of_the_guide_run(source: Path) -> None:
+    text = (ROOT / "docs" / "python.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    blocking = "llm.serve(port=8000)\n"
+    program = "".join(block for block in blocks if block != blocking)
+    program = program.replace('"smollm2-135m"', f'"{source}", dtype="float32", cache_tokens=4096')
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^kind='(warm|cold)' bright=(True|False)$", done.stdout, re.MULTILINE)
+    assert re.search(r"^http://127\.0\.0\.1:\d+ 127\.0\.0\.1:\d+ tiny$", done.stdout, re.MULTILINE)
 
 
 SCRIPT = """
