@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast, overload
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from slipstream.offline.sampling_params import (
     SamplingParams,
     choose_params,
 )
+from slipstream.offline.serving import LLMServer, served_name, start_options
 from slipstream.server.engine_link.engine import TextRequest
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.text.chat import Message
@@ -126,6 +127,7 @@ class LLM:
         self._engine = InProcessEngine(start_real_engine(str(self.folder), engine_settings))
         self._generator = TextGenerator(self.tokenizer, self._engine)
         self._caller = EventLoopThread()
+        self._server: LLMServer | None = None
         display.say(f"{self!r} is ready after {time.monotonic() - began:.1f} s")
 
     def __repr__(self) -> str:
@@ -293,8 +295,84 @@ class LLM:
         rows = [unique.index(one) for one in queries]
         return cosines(vectors[rows], vectors[len(unique) :])
 
+    @overload
+    def serve(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        *,
+        grpc_port: int = 8001,
+        metrics_port: int = 8002,
+        model_name: str | None = None,
+        api_key: str | None = None,
+        options: Sequence[str] = (),
+        exit_timeout: float = 30.0,
+        log: bool | None = None,
+        background: Literal[False] = False,
+    ) -> None: ...
+    @overload
+    def serve(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        *,
+        grpc_port: int = 8001,
+        metrics_port: int = 8002,
+        model_name: str | None = None,
+        api_key: str | None = None,
+        options: Sequence[str] = (),
+        exit_timeout: float = 30.0,
+        log: bool | None = None,
+        background: Literal[True],
+    ) -> LLMServer: ...
+    def serve(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        *,
+        grpc_port: int = 8001,
+        metrics_port: int = 8002,
+        model_name: str | None = None,
+        api_key: str | None = None,
+        options: Sequence[str] = (),
+        exit_timeout: float = 30.0,
+        log: bool | None = None,
+        background: bool = False,
+    ) -> LLMServer | None:
+        """Serve this engine over HTTP (Triton's and OpenAI's routes) and gRPC.
+
+        The weights are not loaded again: a server process is linked to this engine, which goes on
+        with the calls of this process, too. Port 0 is any free port. `model_name` is the name in
+        requests (default: the last part of the model's path or id). `options` are further options
+        of `slipstream start`, such as "--tool-call-parser=hermes".
+
+        It serves until Ctrl-C or SIGTERM, and running requests then have `exit_timeout` seconds to
+        finish. With `background` it returns the running server, which `stop()` or `with` ends.
+        `log` shows the server's log (default: unless in the background).
+        """
+        if self._caller.closed:
+            raise RuntimeError("this LLM is closed")
+        if self._server is not None and self._server.running:
+            raise RuntimeError(f"this LLM is served at {self._server.url}: stop that server first")
+        name = served_name(self._name) if model_name is None else model_name
+        words = start_options(host, port, grpc_port, metrics_port, options)
+        shown = not background if log is None else log
+
+        async def start() -> LLMServer:
+            # on the thread of this LLM: the kernel ends the server with the thread that starts it
+            return LLMServer(self._engine, self.folder, name, words, api_key, exit_timeout, shown)
+
+        self._server = self._caller.run(start())
+        self._server.wait_started()
+        if background:
+            return self._server
+        self._server.wait()
+        return None
+
     def close(self) -> None:
-        """Stop the engine and free its memory. Running requests fail."""
+        """Stop the engine and its server, and free its memory. Running requests fail."""
+        if self._server is not None and self._server.running:
+            self._server.stop()
         self._engine.close()
         self._caller.close()
 

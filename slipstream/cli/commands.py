@@ -43,6 +43,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "run": Command("models.run", "Fetch, serve and chat with a model; or run.py by its flags."),
         "chat": Command("chat", "Chat with a model of a running server."),
         "infer": Command("infer", "Send one prompt to a running server."),
+        "batch": Command("batch", "Answer the requests of a file in OpenAI's batch format."),
         "import": Command("models.import_model", "Add a model to the repository, or replace it."),
         "list": Command("models.list_models", "List the models, with size, type and source."),
         "show": Command("models.show", "Print what a model is, and where its files are."),

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +35,7 @@ from slipstream.cli.keys import (
 )
 from slipstream.cli.models.repository_option import REPOSITORY_OPTIONS, repository_folder
 from slipstream.repository.known import DEFAULT_REPOSITORY, remember_repository
-from slipstream.server.engine_link.child import child_environment
+from slipstream.server.engine_link.child import ENGINE_COMMAND, child_environment
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.output import configure_log
 from slipstream.server.openai.tools.call_formats import CALL_FORMATS
@@ -221,9 +223,14 @@ def _add_log(parser: Parser) -> None:
 
 
 def run(given: Namespace) -> int:
+    return serve(given)
+
+
+def serve(given: Namespace, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+    """Serve until a signal, with engines that this command starts. Returns the exit code."""
     configure_log(format=given.log_format)
     with capture_output():
-        return _serve(_server_options(given))
+        return _serve(replace(_server_options(given), engine_command=engine_command))
 
 
 def _server_options(given: Namespace) -> ServerOptions:
