@@ -31,6 +31,7 @@ LONG = 400  # tokens of a stream that is still running when a rank is killed
 START = ("-m", "slipstream.cli.main", "start", "--repo", "{}", "--dtype", "float32")
 START += ("--device", "cpu", "--frontends", "1")
 TRITONSERVER = ("-m", "slipstream.cli.compat.tritonserver", "--model-repository", "{}")
+TRITONSERVER += ("--http-address=127.0.0.1", "--grpc-address=127.0.0.1")
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +71,12 @@ class Served:
         text = config.read_text().replace("{ count: 1", f"{{ count: {count}")
         for name, value in (
             ("lora_prefetch_dir", place / "adapters"),
-            ("max_beam_width", 3),
             ("max_num_sequences", 8),
         ):
             text += f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'
+        beams = r'("max_beam_width" value { string_value: ")[^"]*'
+        text, found = re.subn(beams, r"\g<1>3", text)
+        assert found == 1
         config.write_text(text)
         command = [word.format(repository) for word in program]
         self.server = RealServer(repository, folder / "log", *command, *flags).wait()
