@@ -23,7 +23,7 @@ from slipstream.cli.arguments import (
     at_least,
     frontend_count,
 )
-from slipstream.cli.engine_flags import add_engine_flags, engine_overrides
+from slipstream.cli.engine_flags import add_engine_flags, engine_overrides, explain_stages
 from slipstream.cli.keys import (
     ALLOWED_HOST_HELP,
     CERTIFICATE_HELP,
@@ -33,6 +33,7 @@ from slipstream.cli.keys import (
     read_access,
     read_certificate,
 )
+from slipstream.cli.log import log
 from slipstream.cli.models.repository_option import REPOSITORY_OPTIONS, repository_folder
 from slipstream.repository.known import DEFAULT_REPOSITORY, remember_repository
 from slipstream.server.engine_link.child import ENGINE_COMMAND, child_environment
@@ -247,6 +248,8 @@ def _server_options(given: Namespace) -> ServerOptions:
     overrides = engine_overrides(given)
     began = time.monotonic()
     repository = _repository(given.model, given.repo, given.weight_only)
+    if explanation := explain_stages(given):
+        log("INFO", explanation)
     return ServerOptions(
         repositories=(repository,),
         prepare_seconds=time.monotonic() - began,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from rank_models import FAMILIES, build_rank_engine, save_rank_model
-from rank_runs import KINDS, run, run_alone, run_ranks, settings_of
+from rank_runs import KINDS, record_plans, run, run_alone, run_ranks, settings_of
 from tiny_adapters import ALL_MODULES, save_adapter
 
 from slipstream.weights.load import start_engine
 
-RUNS = [name for name in KINDS if name not in ("adapters", "cancels", "many cancels", "flipped")]
+RUNS = [name for name in KINDS if name not in ("adapters", "flipped") and "cancels" not in name]
 DEFAULT = {
     "llama": RUNS,
     "qwen2_moe": RUNS,  # whole experts, and a shared one
@@ -26,6 +27,9 @@ DEFAULT = {
     "olmo3": ["greedy"],  # the same, and windows
 }
 INT4 = "llama int4"
+PLANS = 200  # the most that are recorded of a run
+# with preemptions, blocks that come back from host memory, and draft tokens
+REPLAYED = ("more cancels", "preempted", "host", "lookup")
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +64,13 @@ def adapted_engine(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "engine")
 
 
-def run_group(size: int, cases: list[tuple[str, str, str]]) -> dict:
+def run_group(
+    size: int, cases: list[tuple[str, str, str]], plans: Mapping[str, list[bytes]] = {}
+) -> dict:
+    """plans: recorded plans, by the name of the case that replays them"""
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))  # a short path, as sockets need it
+    for name, frames in plans.items():
+        (folder / f"{name}.plans").write_text("\n".join(frame.hex() for frame in frames))
     try:
         return run_ranks(size, cases, folder)
     finally:
@@ -73,7 +82,13 @@ def case_name(family: str, kind: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(engines, adapted_engine) -> dict:
+def recorded(engines) -> dict[str, tuple[list[bytes], list[list[int]]]]:
+    """Return plans of runs with one rank, and the tokens that they sampled, by kind."""
+    return {kind: record_plans(engines("llama"), kind, PLANS) for kind in REPLAYED}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(engines, adapted_engine, recorded) -> dict:
     """Return the results of all default runs with two ranks."""
     cases = [
         (case_name(family, kind), engines(family), kind)
@@ -86,7 +101,8 @@ def two_ranks(engines, adapted_engine) -> dict:
         ("cancels", engines("llama"), "cancels"),
         ("flipped", engines("llama"), "flipped"),
     ]
-    return run_group(2, cases)
+    cases += [(f"replayed {kind}", engines("llama"), kind) for kind in REPLAYED]
+    return run_group(2, cases, {f"replayed {kind}": recorded[kind][0] for kind in REPLAYED})
 
 
 def assert_same(found: dict, expected: dict, ranks: int) -> None:
@@ -120,6 +136,14 @@ def test_the_runs_do_what_they_are_for(two_ranks):
     assert len(two_ranks["llama: beams"]["beams"]["0"]) == 3
     sampled = two_ranks["llama: sampled"]["tokens"]
     assert sampled != two_ranks["llama: greedy"]["tokens"]
+
+
+@pytest.mark.parametrize("kind", REPLAYED)
+def test_recorded_plans_of_one_rank_give_two_ranks_the_same_tokens(two_ranks, recorded, kind):
+    frames, tokens = recorded[kind]
+    assert len(frames) == (PLANS if kind == "more cancels" else len(tokens))
+    assert sum(map(len, tokens)) >= 80
+    assert two_ranks[f"replayed {kind}"] == {"tokens": tokens, "ranks": 2}
 
 
 def test_prompts_that_are_scored_in_pieces_have_the_same_scores(engines):

@@ -90,10 +90,7 @@ DIVIDED = (
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in DIVIDED else [pytest.mark.slow])
-        for name in VARIANTS
-    ],
+    [pytest.param(name, marks=[] if name in DIVIDED else [pytest.mark.slow]) for name in VARIANTS],
 )
 def test_two_ranks_compute_the_logits_of_one(name, tmp_path):
     variant = VARIANTS[name]
