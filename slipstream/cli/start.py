@@ -246,10 +246,10 @@ def _server_options(given: Namespace) -> ServerOptions:
     )
     certificate = read_certificate(given.ssl_certfile, given.ssl_keyfile)
     overrides = engine_overrides(given)
-    began = time.monotonic()
-    repository = _repository(given.model, given.repo, given.weight_only)
     if explanation := explain_stages(given):
         log("INFO", explanation)
+    began = time.monotonic()
+    repository = _repository(given.model, given.repo, given.weight_only)
     return ServerOptions(
         repositories=(repository,),
         prepare_seconds=time.monotonic() - began,
