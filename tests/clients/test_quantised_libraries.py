@@ -1,0 +1,77 @@
+"""Checkpoints that the libraries for quantisation write: an engine has the weights as the library
+expands them.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from client_environment import environment
+from run_engine import logits_of
+from tiny_models import config_of, folder_tensors, random_model
+
+pytestmark = pytest.mark.clients
+
+SCRIPT = Path(__file__).parent / "scripts" / "write_quantised.py"
+# torch and transformers are those of this environment
+REQUIREMENTS = {
+    "compressed-tensors": ("compressed-tensors==0.20.0", "loguru"),
+    "bitsandbytes": ("bitsandbytes==0.50.2", "psutil"),
+    "autoawq": ("autoawq==0.2.9",),
+}
+TOKENS = [[3, 1, 41, 59, 26, 5, 35]]
+
+
+def write(folder: Path, model: str, library: str) -> list[Path]:
+    """Return a folder for each format of a library."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    options = {"n_embd": 128} if model == "gpt2" else sizes
+    random_model(config_of(model, **options)).save_pretrained(folder / "plain")
+    python = environment(library, ("--no-deps", *REQUIREMENTS[library]))
+    path = os.pathsep.join(site.getsitepackages())
+    finished = subprocess.run(
+        [python, SCRIPT, folder / "plain", folder / "written", library],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+    )
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
+    return sorted((folder / "written").iterdir())
+
+
+def assert_read_as_meant(written: Path) -> None:
+    spec, tensors = folder_tensors(written / "quantised")
+    _, meant = folder_tensors(written / "meant")
+    _, plain = folder_tensors(written.parents[1] / "plain")
+    assert tensors.keys() == meant.keys()
+    for parameter, tensor in tensors.items():
+        torch.testing.assert_close(
+            tensor.float(), meant[parameter].float(), rtol=1e-3, atol=1e-6
+        )  # AutoAWQ expands in float16
+    weight = "transformer.layers.1.mlp.proj.weight"
+    assert (tensors[weight] - plain[weight]).abs().max() > 1e-4
+    (ours,) = logits_of(spec, tensors, torch.float32, TOKENS)
+    (expected,) = logits_of(spec, meant, torch.float32, TOKENS)
+    assert (ours - expected).abs().max() < 1e-3 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("library", "count"),
+    [("compressed-tensors", 11), ("bitsandbytes", 4), ("autoawq", 1)],
+)
+def test_what_a_library_writes_is_read(tmp_path: Path, library: str, count: int) -> None:
+    written = write(tmp_path, "llama", library)
+    assert len(written) == count
+    for folder in written:
+        assert_read_as_meant(folder)
+
+
+def test_layers_that_store_inputs_by_outputs(tmp_path: Path) -> None:
+    for folder in write(tmp_path, "gpt2", "bitsandbytes"):
+        assert_read_as_meant(folder)
