@@ -15,6 +15,9 @@ from client_environment import environment
 from run_engine import logits_of
 from tiny_models import config_of, folder_tensors, random_model
 
+from slipstream.weights.build import build_engine
+from slipstream.weights.engine_folder import read_engine_folder
+
 pytestmark = pytest.mark.clients
 
 SCRIPT = Path(__file__).parent / "scripts" / "write_quantised.py"
@@ -56,9 +59,37 @@ def assert_read_as_meant(written: Path) -> None:
         )  # AutoAWQ expands in float16
     weight = "transformer.layers.1.mlp.proj.weight"
     assert (tensors[weight] - plain[weight]).abs().max() > 1e-4
+    assert_kept(written)
     (ours,) = logits_of(spec, tensors, torch.float32, TOKENS)
     (expected,) = logits_of(spec, meant, torch.float32, TOKENS)
     assert (ours - expected).abs().max() < 1e-3 * float(expected.abs().max())
+
+
+# the form in which an engine keeps the bits; other formats are expanded
+FORMS = {
+    "w4a16": "Q4_0",
+    "w4a16-channel": "Q4_0",
+    "w4a16-zeros": "Q4_1",
+    "usual": "Q4_1",
+    "w8a16": "Q8_0",
+    "w8a8": "Q8_0",
+    "w8a8-group": "Q8_0",
+    "int8": "Q8_0",
+}
+
+
+def assert_kept(written: Path) -> None:
+    folder = build_engine(written / "quantised", written / "engine", dtype="auto")
+    engine = read_engine_folder(folder)
+    stored = engine.quantisation.stored
+    assert {part.form for parts in stored.values() for part in parts} == (
+        {FORMS[written.name]} if written.name in FORMS else set()
+    )
+    _, meant = folder_tensors(written / "meant")
+    for name, tensor in engine.tensors(dtype=torch.float32).items():
+        if name in stored and name in meant:
+            largest = 2**-9 * float(meant[name].abs().max())
+            assert float((tensor - meant[name]).abs().max()) <= largest, name
 
 
 @pytest.mark.parametrize(

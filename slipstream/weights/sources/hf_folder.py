@@ -34,6 +34,7 @@ from slipstream.weights.sources.sentence_transformers import (
 )
 from slipstream.weights.sources.source import (
     SourceError,
+    StoredMatrices,
     compute_fingerprint,
     read_json,
     read_tokenizer_files,
@@ -48,8 +49,6 @@ _WHOLE = "model.safetensors"
 
 class HuggingFaceFolder:
     """A model folder. Opening it reads the config and the headers of the shards only."""
-
-    stored = None  # its matrices are plain
 
     def __init__(self, folder: Path, label: str) -> None:
         self.label = label
@@ -92,10 +91,14 @@ class HuggingFaceFolder:
         return tensors if quantised is None else QuantisedTensors(tensors, quantised, self.label)
 
     @property
+    def stored(self) -> StoredMatrices | None:
+        """The quantised matrices whose bits an engine can keep; None: it has none."""
+        tensors = self._tensors
+        return tensors if isinstance(tensors, QuantisedTensors) and tensors.forms() else None
+
+    @property
     def expanded(self) -> str:
-        """How the weights of a quantised checkpoint are stored, which are expanded; empty: they
-        are not quantised.
-        """
+        """How the weights of a quantised checkpoint are stored; empty: they are not quantised."""
         return self._tensors.method if isinstance(self._tensors, QuantisedTensors) else ""
 
     def _without_output_layer(self, spec: ModelSpec, architectures: list[str]) -> ModelSpec:
