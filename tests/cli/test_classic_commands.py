@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy
@@ -11,6 +12,7 @@ import torch
 from command_line import run_cli
 from gguf import GGMLQuantizationType
 from gguf_files import plain_tokenizer, write_gguf
+from quantised_folder import quantise_folder
 from safetensors.torch import load_file, save_file
 from tiny_hf_folder import save_model
 from tiny_models import config_of, random_model
@@ -511,6 +513,29 @@ def test_verify_takes_what_import_takes(
     capsys.readouterr()
     assert run("verify", "tiny") == 0, "the engine records its source"
     assert "top-1 agreement: 100.00%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("family", "method"), [("llama", "gptq"), ("gpt2", "awq")])
+def test_verify_compares_with_what_a_quantised_checkpoint_stands_for(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    method: str,
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    folder = quantise_folder(save_model(tmp_path / "model", family), method)
+    assert run("verify", folder) == 0
+    printed = capsys.readouterr().out
+    assert f"reference: the matrices that the {method} weights stand for\n" in printed
+    assert "top-1 agreement: 100.00%" in printed
+    assert "first layer that diverges: none" in printed
+    # the reference is not the engine again
+    plain = save_model(tmp_path / "plain", family)
+    run("verify", folder, "--against", plain)
+    difference = re.search(r"largest logit difference: ([0-9.]+)", capsys.readouterr().out)
+    assert difference is not None
+    assert float(difference[1]) > 0.01
 
 
 def test_verify_compares_with_a_gguf_file(

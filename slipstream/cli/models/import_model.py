@@ -37,6 +37,7 @@ from slipstream.weights.sources.source import SourceError
 
 BACKEND = "tensorrtllm"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_UNFIT_FOR_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def create_parser() -> Parser:
@@ -49,7 +50,8 @@ def create_parser() -> Parser:
         "-m",
         "--model",
         required=True,
-        help=f"Name of a known model ({', '.join(KNOWN_MODELS)}), or a new name with --source.",
+        help=f"Name of a known model ({', '.join(KNOWN_MODELS)}), a folder, a GGUF file or "
+        "ORG/NAME on the hub, after which the model is named; or a new name with --source.",
     )
     parser.add_argument(
         "-s",
@@ -210,11 +212,23 @@ def _repository_option(repository: Path) -> str:
 
 
 def _source_and_name(model: str, source: str | None) -> tuple[str, str]:
-    """Return the source and the name of a model. For a hub id, the name is its last part."""
-    if source is None and "/" in model and not model.startswith((".", "/", "~")):
+    """Return the source and the name of a model. The name of a hub id is its last part, that of a
+    path the name of the folder or of the GGUF file.
+    """
+    if source is None and _is_path(model):
         source = model
-        model = model.rpartition("/")[2]
-    if not _NAME.fullmatch(model) or model in FIXED_NAMES or model == "all":
+        path = expand_home(model.removeprefix("local:")).resolve()
+        model = _fit_name(path.stem if path.is_file() else path.name)
+    elif source is None and ("/" in model or model.startswith(("hf:", "ngc:"))):
+        source = model
+        model = _fit_name(model.rpartition("/")[2])
+    if model in (*FIXED_NAMES, "all"):
+        raise SourceError(
+            f"{model!r} cannot be a model's name: it is reserved "
+            f"({', '.join(FIXED_NAMES)} are the models that serve the first imported one); choose "
+            "another name with -m, and give the model with --source"
+        )
+    if not _NAME.fullmatch(model):
         raise SourceError(
             f"{model!r} cannot be a model's name: use letters, digits, '.', '_' and '-'"
         )
@@ -224,6 +238,21 @@ def _source_and_name(model: str, source: str | None) -> tuple[str, str]:
             f"(hf:org/name, a folder or a GGUF file); known: {', '.join(KNOWN_MODELS)}"
         )
     return source or model, model
+
+
+def _is_path(text: str) -> bool:
+    """Return whether the text of -m is a folder or a file. A known name is none."""
+    if text.startswith(("local:", ".", "/", "~")):
+        return True
+    if text in KNOWN_MODELS or not ("/" in text or text.endswith(".gguf")):
+        return False
+    return expand_home(text).exists()
+
+
+def _fit_name(text: str) -> str:
+    """Return a name like this one that a model can have."""
+    name = _UNFIT_FOR_A_NAME.sub("-", text).lstrip(".-") or "model"
+    return f"{name}-model" if name in (*FIXED_NAMES, "all") else name
 
 
 def main(model: str, repository: str) -> int:
