@@ -126,7 +126,7 @@ def test_layers_of_multi_token_prediction_are_left_out_and_mentioned(
     extra = {f"model.layers.2.{name}": tensor for name, tensor in own.items()}
     spec, before = folder_tensors(tmp_path)
     rewrite(tmp_path, {**state, **layer, **extra}, num_nextn_predict_layers=1)
-    with caplog.at_level(logging.INFO, logger="slipstream"):
+    with caplog.at_level(logging.WARNING, logger="slipstream"):
         after_spec, after = folder_tensors(tmp_path)
     assert after_spec == spec
     assert after.keys() == before.keys()
@@ -159,3 +159,25 @@ def test_the_cache_holds_one_vector_per_token(tmp_path: Path) -> None:
     layers, vectors, kv_heads, _, size = loop.runner.cache.shape
     assert (layers, vectors, kv_heads, size) == (2, 1, 1, 24 + 8)
     assert loop.runner.model.cached_bytes == 2 * (24 + 8) * 4
+
+
+@pytest.mark.parametrize("weight_only", ["int8", "fp8"])
+def test_a_quantised_deepseek_equals_its_dequantised_weights(
+    tmp_path: Path, weight_only: str
+) -> None:
+    write_model("deepseek2", tmp_path / "hf")
+    folder = build_engine(
+        tmp_path / "hf", tmp_path / "engine", dtype="float32", weight_only=weight_only
+    )
+    opened = read_engine_folder(folder)
+    stored = opened.tensors()
+    meant = {name: tensor for name, tensor in stored.items() if not name.endswith(".scales")}
+    for name in [name for name in stored if name.endswith(".scales")]:
+        weight = name.replace(".scales", ".weight")
+        meant[weight] = stored[weight].float() * stored[name][:, None]
+    first = "transformer.layers.0.attention."
+    assert f"{first}kv_a.scales" in stored or weight_only == "fp8"
+    assert stored[f"{first}kv_b.weight"].dtype == torch.float32
+    ours = logits_in_steps(opened.spec, stored, torch.float32, TOKENS, (40, 1, 4))
+    expected = logits_in_steps(opened.spec, meant, torch.float32, TOKENS, (40, 1, 4))
+    assert (ours - expected).abs().max() < 1e-4
