@@ -1,21 +1,53 @@
 """Slipstream: an LLM inference server that speaks Triton + TensorRT-LLM.
 
-`slipstream.LLM` is loaded on first use, because it imports torch and the server process must not.
+`slipstream.LLM` and the names beside it are loaded on first use, because `LLM` imports torch and
+the server process must not.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slipstream.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
+    from slipstream.offline.event_loop import TextStream
+    from slipstream.offline.generation import GenerationFailed
+    from slipstream.offline.guides import StructuredOutputsParams
+    from slipstream.offline.results import Completion, Logprob, RequestOutput
+    from slipstream.offline.sampling_params import SamplingParams
 
-__all__ = ["LLM", "__version__"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "GenerationFailed",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextStream",
+    "__version__",
+]
+
+_MODULES = {
+    "LLM": "slipstream.llm",
+    "Completion": "slipstream.offline.results",
+    "GenerationFailed": "slipstream.offline.generation",
+    "Logprob": "slipstream.offline.results",
+    "RequestOutput": "slipstream.offline.results",
+    "SamplingParams": "slipstream.offline.sampling_params",
+    "StructuredOutputsParams": "slipstream.offline.guides",
+    "TextStream": "slipstream.offline.event_loop",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from slipstream.llm import LLM
-
-        return LLM
+    if name in _MODULES:
+        value = getattr(import_module(_MODULES[name]), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,77 +3,79 @@
     from slipstream import LLM
 
     with LLM("smollm2-135m") as llm:
-        for completion in llm.generate(["The capital of France is", "2 + 2 ="], max_tokens=16):
-            print(completion.text, completion.finish_reason)
+        for output in llm.generate(["The capital of France is", "2 + 2 ="], max_tokens=16):
+            print(output.text, output.finish_reason)
         print(llm.chat([{"role": "user", "content": "Hello!"}], temperature=0.7).text)
+        for piece in llm.stream("Once upon a time"):
+            print(piece, end="")
 
 In a coroutine: `async for piece in llm.stream("Once upon a time"): ...`
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
-from itertools import chain
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import numpy as np
-import numpy.typing as npt
 
-from slipstream.engine.messages import Scores
 from slipstream.engine.options import read_options
-from slipstream.engine.sampling_params import EMBEDDING_KINDS, SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.process import start_real_engine
-from slipstream.llm_options import Prompt, SamplingOptions
-from slipstream.repository.collection import remove_former_engines
-from slipstream.server.engine_link.engine import TextBeam, TextOutput, TextRequest
+from slipstream.offline.engine_keywords import EngineKeywords
+from slipstream.offline.event_loop import EventLoopThread, TextStream
+from slipstream.offline.generation import GenerationFailed, complete, pool, run_all, stream_pieces
+from slipstream.offline.guides import StructuredOutputsParams
+from slipstream.offline.model import engine_folder
+from slipstream.offline.pooling import Pooling, Vectors, cosines, pair_texts, sigmoids
+from slipstream.offline.progress import BatchProgress, LoadProgress, is_shown
+from slipstream.offline.results import Completion, Logprob, RequestOutput
+from slipstream.offline.sampling_params import (
+    Prompt,
+    SamplingKeywords,
+    SamplingParams,
+    choose_params,
+)
+from slipstream.offline.serving import LLMServer, served_name, start_options
+from slipstream.server.engine_link.engine import TextRequest
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.text.chat import Message
 from slipstream.server.text.pipeline import TextGenerator
 from slipstream.server.text.tokenizer import Tokenizer
-from slipstream.weights.cache.engines import cached_engine
-from slipstream.weights.engine_config import (
-    EngineFolderError,
-    find_engine_folder,
-    read_engine_config,
-)
-from slipstream.weights.home import expand_home
+from slipstream.weights.engine_config import read_engine_config
 
-__all__ = ["LLM", "Completion", "GenerationFailed", "SamplingOptions", "engine_folder"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "GenerationFailed",
+    "Logprob",
+    "RequestOutput",
+    "SamplingOptions",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextStream",
+    "engine_folder",
+]
 
+SamplingOptions = SamplingParams  # its former name
 Conversation = Sequence[Message]
-Logits = npt.NDArray[np.float32]
-Vectors = npt.NDArray[np.float32]
-Result = TypeVar("Result")
 
 
-class GenerationFailed(RuntimeError):
-    """The engine failed a request. The message is its reason."""
+class TextPrompt(TypedDict):
+    """A prompt in vLLM's form: a text."""
+
+    prompt: str
 
 
-@dataclass(frozen=True)
-class Completion:
-    """The generated text of one prompt. What was not requested is None."""
+class TokensPrompt(TypedDict):
+    """A prompt in vLLM's form: token ids."""
 
-    text: str
-    tokens: list[int]
-    finish_reason: str  # stop, length, cancelled or timeout
-    prompt_tokens: int  # number of prompt tokens
-    cached_tokens: int  # number of prompt tokens found in the KV cache
-    log_probs: list[float] | None = None  # log-probability of each token
-    top_log_probs: list[list[tuple[int, float]]] | None = None  # most likely tokens at each token
-    prompt_log_probs: list[float] | None = None  # log-probability of each prompt token but one
-    context_logits: Logits | None = None  # float32 [prompt tokens, vocab]
-    generation_logits: Logits | None = None  # float32 [tokens, vocab]
-    total_log_prob: float | None = None  # log-probability of a beam, including its end token
-    # further completions of the same prompt; with beam search, the best first
-    others: tuple[Completion, ...] = ()
+    prompt_token_ids: Sequence[int]
+
+
+AnyPrompt = Prompt | TextPrompt | TokensPrompt
 
 
 class LLM:
@@ -86,6 +88,9 @@ class LLM:
     `dtype` is the type that the engine computes in and that a new build stores: auto, float32,
     bfloat16 or float16. `weight_only` or `quantization` ("int8", "fp8" or "int4") quantises the
     weights of a new build.
+
+    `progress` shows how far fetching, building and loading are, and is the default of batches.
+    None: in a terminal or a notebook.
 
     `settings` have the names of the flags of `slipstream start`: max_batch_size (or max_num_seqs),
     max_seq_len (max_model_len), max_num_tokens (max_num_batched_tokens), kv_cache_memory_bytes,
@@ -101,7 +106,8 @@ class LLM:
         *,
         weight_only: str | None = None,
         quantization: str | None = None,
-        **settings: Any,
+        progress: bool | None = None,
+        **settings: Unpack[EngineKeywords],
     ) -> None:
         engine_settings = EngineSettings(dtype=dtype, **read_options(settings))
         if engine_settings.replicas > 1 or engine_settings.devices:
@@ -111,46 +117,134 @@ class LLM:
             )
         if weight_only is not None and quantization is not None:
             raise ValueError("weight_only and quantization are the same setting: give one of them")
-        self.folder = engine_folder(model, dtype, weight_only or quantization)
+        self._progress = progress
+        self._name = str(model)
+        began = time.monotonic()
+        display = LoadProgress(is_shown(progress))
+        self.folder = engine_folder(model, dtype, weight_only or quantization, display)
+        display.say(f"Loading {self.folder}")
         self.tokenizer = Tokenizer.load(self.folder)
         self._engine = InProcessEngine(start_real_engine(str(self.folder), engine_settings))
         self._generator = TextGenerator(self.tokenizer, self._engine)
-        self._caller = _EventLoopThread()
+        self._caller = EventLoopThread()
+        self._server: LLMServer | None = None
+        display.say(f"{self!r} is ready after {time.monotonic() - began:.1f} s")
+
+    def __repr__(self) -> str:
+        info = self._engine.info
+        if self._engine.failure is not None:
+            return f"<LLM {self._name!r}: {self._engine.failure}>"
+        if info is None:
+            return f"<LLM {self._name!r}>"
+        cache = f"{info.total_blocks * info.block_tokens:,} tokens of KV cache"
+        length = f"up to {info.max_sequence_tokens:,} tokens a request"
+        rows = f"{info.max_rows:,} requests at once"
+        return f"<LLM {self._name!r}: {info.dtype} on {info.device}, {length}, {rows}, {cache}>"
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingOptions | None = None,
-        **options: Any,
-    ) -> list[Completion]:
+        prompts: AnyPrompt | Sequence[AnyPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        **options: Unpack[SamplingKeywords],
+    ) -> list[RequestOutput]:
         """Return the completions of one or more prompts, in their order.
 
-        A prompt is a text or a list of token ids. `options` are the fields of `SamplingOptions`:
-        max_tokens, temperature, top_k, top_p, seed, stop and so on.
+        A prompt is a text or a list of token ids. `options` are the fields of `SamplingParams`:
+        max_tokens, temperature, top_k, top_p, seed, stop and so on. A list of parameters has one
+        for each prompt. `progress` shows the finished prompts. None: the setting of the LLM, for
+        several prompts only.
         """
-        chosen = _select_options(sampling_params, options)
-        requests = [chosen.request(prompt) for prompt in _list_prompts(prompts)]
-        return self._caller.run(self._complete_all(requests))
+        listed = _list_prompts(prompts)
+        chosen = _list_params(sampling_params, options, len(listed), "prompts")
+        requests = [one.request(prompt) for one, prompt in zip(chosen, listed, strict=True)]
+        return self._caller.run(self._complete_all(requests, progress))
 
+    @overload
     def chat(
         self,
         messages: Conversation,
-        sampling_params: SamplingOptions | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Completion:
-        """Return the assistant's answer to a conversation."""
-        chosen = _select_options(sampling_params, options)
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        progress: bool | None = None,
+        **options: Unpack[SamplingKeywords],
+    ) -> RequestOutput: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        progress: bool | None = None,
+        **options: Unpack[SamplingKeywords],
+    ) -> list[RequestOutput]: ...
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        progress: bool | None = None,
+        **options: Unpack[SamplingKeywords],
+    ) -> RequestOutput | list[RequestOutput]:
+        """Return the assistant's answer to a conversation, or a list of answers to several.
 
-        async def answer() -> Completion:
+        `template_variables` are for the model's chat template. `continue_final_message` has the
+        model go on with the last message.
+        """
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Conversation], [messages] if single else messages)
+        chosen = _list_params(sampling_params, options, len(conversations), "conversations")
+
+        async def answer(given: tuple[Conversation, SamplingParams]) -> RequestOutput:
+            conversation, params = given
             prompt = await self._generator.chat_prompt(
-                messages, tools=tools, variables=template_variables
+                conversation,
+                tools=tools,
+                variables=template_variables,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
             )
-            return await self._complete(chosen.request(prompt))
+            return await complete(self._generator, params.request(prompt))
 
-        return self._caller.run(answer())
+        inputs = list(zip(conversations, chosen, strict=True))
+        bar = self._bar("conversations", len(inputs), progress)
+        answers = self._caller.run(run_all(inputs, answer, bar))
+        return answers[0] if single else answers
+
+    def stream(
+        self,
+        prompt: Prompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[SamplingKeywords],
+    ) -> TextStream:
+        """Return the pieces of one completion, for `for` or `async for`.
+
+        Leaving the loop early cancels the request.
+        """
+        chosen = choose_params(sampling_params, options)
+        if chosen.n > 1:
+            raise ValueError(f"a stream has one completion: n must be 1, got {chosen.n}")
+
+        async def make_request() -> TextRequest:
+            if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+                conversation = cast(Conversation, prompt)
+                return chosen.request(await self._generator.chat_prompt(conversation))
+            return chosen.request(cast(Prompt, prompt))
+
+        return TextStream(stream_pieces(self._generator, make_request), self._caller)
 
     def embed(
         self,
@@ -158,6 +252,7 @@ class LLM:
         pooling: str = "",
         *,
         adapter: str | Path | None = None,
+        progress: bool | None = None,
     ) -> Vectors:
         """Return the embeddings of one or more prompts, in their order: float32 [prompts, size].
 
@@ -165,60 +260,119 @@ class LLM:
         The default is the model's own, for models that declare one. Embeddings have unit length
         unless the model declares otherwise.
         """
-        declared = read_engine_config(self.folder).pooling
-        kind = pooling or (declared.kind if declared is not None else "")
-        if kind not in EMBEDDING_KINDS:
-            reason = "" if pooling else ": the model declares none"
-            raise ValueError(f"pooling must be one of {', '.join(EMBEDDING_KINDS)}{reason}")
-        options = SamplingOptions(max_tokens=1, ignore_end=True, adapter=adapter)
-        requests = []
-        for prompt in _list_prompts(prompts):
-            request = options.request(self._pooled_prompt(prompt))
-            sampling = replace(request.sampling, pooling=kind)
-            requests.append(replace(request, sampling=sampling))
-        vectors: Vectors = np.stack(self._caller.run(self._run_all(requests, self._pool)))
-        if declared is None or declared.normalize:
-            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-            vectors = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
-        return vectors
+        pooled = Pooling(read_engine_config(self.folder), self.tokenizer)
+        kind = pooled.kind(pooling)
+        requests = pooled.requests(_list_prompts(prompts), kind, adapter)
+        return pooled.embeddings(self._pool_all(requests, progress))
 
-    def _pooled_prompt(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt, with the special tokens of embeddings around a text."""
-        if not isinstance(prompt, str):
-            return list(prompt)
-        before, after = self.tokenizer.affixes
-        return [*before, *self.tokenizer.encode(prompt, False), *after]
-
-    async def _pool(self, request: TextRequest) -> Vectors:
-        async with aclosing(self._generator.generate(request)) as stream:
-            deltas = [_check(delta) async for delta in stream]
-        scores = Scores()
-        for delta in deltas:
-            scores.merge(delta.scores or Scores())
-        return np.frombuffer(scores.pooled, dtype=np.float32)
-
-    async def stream(
+    def score(
         self,
-        prompt: Prompt | Conversation,
-        sampling_params: SamplingOptions | None = None,
-        **options: Any,
-    ) -> AsyncGenerator[str, None]:
-        """Yield the pieces of one completion. Leaving the loop early cancels the request."""
-        chosen = _select_options(sampling_params, options)
-        if chosen.n > 1:
-            raise ValueError(f"a stream has one completion: n must be 1, got {chosen.n}")
-        if _is_conversation(prompt):
-            prompt = await self._generator.chat_prompt(cast(Conversation, prompt))
-        async with aclosing(
-            self._generator.generate(chosen.request(cast(Prompt, prompt)))
-        ) as deltas:
-            async for delta in deltas:
-                _check(delta)
-                if delta.text:
-                    yield delta.text
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        pooling: str = "",
+        use_activation: bool = True,
+        adapter: str | Path | None = None,
+        progress: bool | None = None,
+    ) -> list[float]:
+        """Return how well each document matches the query, or its own one of as many queries.
+
+        A model with a score layer reads each pair at once. Its scores are between 0 and 1, unless
+        `use_activation` is False. For an embedding model the score is the cosine of the two
+        embeddings, and `pooling` is as for `embed`.
+        """
+        queries, texts = pair_texts(query, documents)
+        pooled = Pooling(read_engine_config(self.folder), self.tokenizer)
+        if pooled.scores_pairs:
+            requests = pooled.pair_requests(queries, texts, adapter)
+            vectors = self._pool_all(requests, progress)
+            if use_activation:
+                return sigmoids(vectors)
+            return [float(value) for value in vectors[:, 0]]
+        unique = list(dict.fromkeys(queries))
+        requests = pooled.requests([*unique, *texts], pooled.kind(pooling), adapter)
+        vectors = self._pool_all(requests, progress)
+        rows = [unique.index(one) for one in queries]
+        return cosines(vectors[rows], vectors[len(unique) :])
+
+    @overload
+    def serve(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        *,
+        grpc_port: int = 8001,
+        metrics_port: int = 8002,
+        model_name: str | None = None,
+        api_key: str | None = None,
+        options: Sequence[str] = (),
+        exit_timeout: float = 30.0,
+        log: bool | None = None,
+        background: Literal[False] = False,
+    ) -> None: ...
+    @overload
+    def serve(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        *,
+        grpc_port: int = 8001,
+        metrics_port: int = 8002,
+        model_name: str | None = None,
+        api_key: str | None = None,
+        options: Sequence[str] = (),
+        exit_timeout: float = 30.0,
+        log: bool | None = None,
+        background: Literal[True],
+    ) -> LLMServer: ...
+    def serve(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        *,
+        grpc_port: int = 8001,
+        metrics_port: int = 8002,
+        model_name: str | None = None,
+        api_key: str | None = None,
+        options: Sequence[str] = (),
+        exit_timeout: float = 30.0,
+        log: bool | None = None,
+        background: bool = False,
+    ) -> LLMServer | None:
+        """Serve this engine over HTTP (Triton's and OpenAI's routes) and gRPC.
+
+        The weights are not loaded again: a server process is linked to this engine, which goes on
+        with the calls of this process, too. Port 0 is any free port. `model_name` is the name in
+        requests (default: the last part of the model's path or id). `options` are further options
+        of `slipstream start`, such as "--tool-call-parser=hermes".
+
+        It serves until Ctrl-C or SIGTERM, and running requests then have `exit_timeout` seconds to
+        finish. With `background` it returns the running server, which `stop()` or `with` ends.
+        `log` shows the server's log (default: unless in the background).
+        """
+        if self._caller.closed:
+            raise RuntimeError("this LLM is closed")
+        if self._server is not None and self._server.running:
+            raise RuntimeError(f"this LLM is served at {self._server.url}: stop that server first")
+        name = served_name(self._name) if model_name is None else model_name
+        words = start_options(host, port, grpc_port, metrics_port, options)
+        shown = not background if log is None else log
+
+        async def start() -> LLMServer:
+            # on the thread of this LLM: the kernel ends the server with the thread that starts it
+            return LLMServer(self._engine, self.folder, name, words, api_key, exit_timeout, shown)
+
+        self._server = self._caller.run(start())
+        self._server.wait_started()
+        if background:
+            return self._server
+        self._server.wait()
+        return None
 
     def close(self) -> None:
-        """Stop the engine and free its memory. Running requests fail."""
+        """Stop the engine and its server, and free its memory. Running requests fail."""
+        if self._server is not None and self._server.running:
+            self._server.stop()
         self._engine.close()
         self._caller.close()
 
@@ -228,162 +382,57 @@ class LLM:
     def __exit__(self, *reason: object) -> None:
         self.close()
 
-    async def _complete_all(self, requests: list[TextRequest]) -> list[Completion]:
-        return await self._run_all(requests, self._complete)
+    async def _complete_all(
+        self, requests: list[TextRequest], progress: bool | None = None
+    ) -> list[RequestOutput]:
+        bar = self._bar("prompts", len(requests), progress)
+        return await run_all(requests, lambda one: complete(self._generator, one), bar)
 
-    async def _run_all(
-        self,
-        requests: list[TextRequest],
-        run: Callable[[TextRequest], Coroutine[Any, Any, Result]],
-    ) -> list[Result]:
-        """Return the results of all requests, which run at the same time."""
-        tasks = [asyncio.ensure_future(run(request)) for request in requests]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            # One request failed or the caller was interrupted: cancel the others.
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def _pool_all(self, requests: list[TextRequest], progress: bool | None) -> Vectors:
+        bar = self._bar("texts", len(requests), progress)
+        vectors = self._caller.run(run_all(requests, lambda one: pool(self._generator, one), bar))
+        return np.stack(vectors)
 
-    async def _complete(self, request: TextRequest) -> Completion:
-        async with aclosing(self._generator.generate(request)) as stream:
-            deltas = [_check(delta) async for delta in stream]
-        completions = []
-        for sequence in range(request.sequences):
-            own = [delta for delta in deltas if delta.sequence == sequence]
-            if own:
-                completions.append(self._completion(request, own))
-        if deltas[-1].beams:
-            log_probs = request.sampling.log_probs
-            best = completions[0]
-            completions = [_beam_completion(best, beam, log_probs) for beam in deltas[-1].beams]
-        first, *rest = completions
-        others = []
-        # Only the first sequence has the scores of the prompt, which all share.
-        prompt_log_probs = first.prompt_log_probs
-        logits = first.context_logits
-        for other in rest:
-            others.append(replace(other, prompt_log_probs=prompt_log_probs, context_logits=logits))
-        return replace(first, others=tuple(others))
+    def _bar(self, what: str, count: int, wanted: bool | None) -> BatchProgress:
+        """Return the progress of a batch. A single request shows none unless it is wanted."""
+        if wanted is None and count > 1:
+            wanted = self._progress
+        elif wanted is None:
+            wanted = False
+        return BatchProgress(what, count, is_shown(wanted))
 
-    def _completion(self, request: TextRequest, deltas: Sequence[TextOutput]) -> Completion:
-        return Completion(
-            text="".join(delta.text for delta in deltas),
-            tokens=list(chain.from_iterable(delta.tokens for delta in deltas)),
-            finish_reason=deltas[-1].finish_reason,
-            prompt_tokens=deltas[-1].prompt_tokens,
-            cached_tokens=max(delta.cached_tokens for delta in deltas),
-            log_probs=_concatenate([delta.log_probs for delta in deltas]),
-            top_log_probs=_concatenate([delta.top_log_probs for delta in deltas]),
-            **self._scores(request.sampling, deltas),
+
+def _list_params(
+    given: SamplingParams | Sequence[SamplingParams] | None,
+    options: Mapping[str, Any],
+    count: int,
+    what: str,
+) -> list[SamplingParams]:
+    """Return the parameters of each prompt or conversation."""
+    if given is None or isinstance(given, SamplingParams) or not isinstance(given, Sequence):
+        return [choose_params(given, options)] * count
+    if len(given) != count:
+        raise ValueError(
+            f"sampling_params must be one, or as many as {what} ({count}), got {len(given)}"
         )
-
-    def _scores(self, sampling: SamplingParams, deltas: Sequence[TextOutput]) -> dict[str, Any]:
-        """Return the requested scores, by the names of Completion."""
-        scores = Scores()
-        for delta in deltas:
-            scores.merge(delta.scores or Scores())
-        width = self._engine.info.vocab_size if self._engine.info is not None else 1
-        requested: dict[str, Any] = {}
-        if sampling.prompt_log_probs:
-            requested["prompt_log_probs"] = scores.prompt_log_probs
-        for name in ("context_logits", "generation_logits"):
-            if getattr(sampling, name):
-                logits = np.frombuffer(getattr(scores, name), dtype=np.float32)
-                requested[name] = logits.reshape(-1, width)
-        return requested
+    return [choose_params(one, options) for one in given]
 
 
-class _EventLoopThread:
-    """An event loop in a thread, for callers without one or inside their own."""
-
-    def __init__(self) -> None:
-        self._event_loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._event_loop.run_forever, name="llm", daemon=True
-        )
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        if self._event_loop.is_closed():
-            coroutine.close()
-            raise RuntimeError("this LLM is closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._event_loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        if self._event_loop.is_closed():
-            return
-        self._event_loop.call_soon_threadsafe(self._event_loop.stop)
-        self._thread.join()
-        self._event_loop.close()
-
-
-def engine_folder(model: str | Path, dtype: str, weight_only: str | None) -> Path:
-    """Return the engine folder of a model. Builds the engine if there is none."""
-    path = expand_home(model)
-    if path.is_dir() and _is_engine(path):
-        if weight_only is not None:
-            raise ValueError(f"{path} is already built: weight_only applies to new builds only")
-        return read_engine_config(path).path
-    engine = cached_engine(str(model), dtype, weight_only)
-    remove_former_engines(engine)
-    return engine
-
-
-def _is_engine(path: Path) -> bool:
-    """Return whether the folder is an engine of any release. Reading it finds what is wrong."""
-    try:
-        config = json.loads((find_engine_folder(path) / "config.json").read_text(encoding="utf-8"))
-    except (EngineFolderError, OSError, ValueError):
-        return False  # building from it reports what is missing
-    return isinstance(config, dict) and "pretrained_config" in config
-
-
-def _select_options(given: SamplingOptions | None, options: dict[str, Any]) -> SamplingOptions:
-    if given is None:
-        return SamplingOptions(**options)
-    if options:
-        raise TypeError(f"give sampling_params or options, not both: {', '.join(options)}")
-    return given
-
-
-def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
+def _list_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [_read_prompt(cast(AnyPrompt, prompts))]
     if prompts and all(isinstance(token, int) for token in prompts):
         return [cast(Sequence[int], prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    return [_read_prompt(prompt) for prompt in cast(Sequence[AnyPrompt], prompts)]
 
 
-def _is_conversation(prompt: Prompt | Conversation) -> bool:
-    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
-
-
-def _check(delta: TextOutput) -> TextOutput:
-    if delta.finish_reason == "error":
-        raise GenerationFailed(delta.error or "the engine gave no reason")
-    return delta
-
-
-def _beam_completion(best: Completion, beam: TextBeam, log_probs: bool) -> Completion:
-    reason = beam.finish_reason if best.finish_reason in ("stop", "length") else best.finish_reason
-    return replace(
-        best,
-        text=beam.text,
-        tokens=beam.tokens,
-        finish_reason=reason,
-        log_probs=beam.log_probs if log_probs else None,
-        total_log_prob=beam.total_log_prob,
-    )
-
-
-def _concatenate(lists: Sequence[list[Any] | None]) -> list[Any] | None:
-    """Return the lists as one. None: there is no list."""
-    given = [items for items in lists if items is not None]
-    return list(chain.from_iterable(given)) if given else None
+def _read_prompt(prompt: AnyPrompt) -> Prompt:
+    """Return a prompt without vLLM's form around it."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    known = [name for name in ("prompt_token_ids", "prompt") if name in prompt]
+    if len(prompt) != 1 or len(known) != 1:
+        raise TypeError(
+            f"a prompt in a dict has the key prompt or prompt_token_ids, got {sorted(prompt)}"
+        )
+    return cast(Mapping[str, Prompt], prompt)[known[0]]

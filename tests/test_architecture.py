@@ -15,7 +15,7 @@ ORDER = (
     ("ray",),
     ("cli",),
     ("bench", "llm"),
-    ("llm_options",),
+    ("offline",),
     ("client",),  # uses the server's protocol
     ("engine_worker",),  # runs the engine's end of the server's link
     ("server",),

@@ -43,6 +43,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "run": Command("models.run", "Fetch, serve and chat with a model; or run.py by its flags."),
         "chat": Command("chat", "Chat with a model of a running server."),
         "infer": Command("infer", "Send one prompt to a running server."),
+        "batch": Command("batch", "Answer the requests of a file in OpenAI's batch format."),
         "import": Command("models.import_model", "Add a model to the repository, or replace it."),
         "list": Command("models.list_models", "List the models, with size, type and source."),
         "show": Command("models.show", "Print what a model is, and where its files are."),
@@ -75,7 +76,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         ),
         "check": Command("check", "Report every problem of a model repository."),
         "verify": Command("models.verify", "Compare a model's engine with its original model."),
-        "profile": Command("bench", "The same as bench (genai-perf)."),
+        "profile": Command("compat.genai_perf", "The same as bench (genai-perf)."),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -90,7 +91,7 @@ SCRIPTS = {
     "end-to-end-test": "compat.end_to_end_test",
     "identity-test": "compat.identity_test",
     "benchmark-core-model": "compat.benchmark_core_model",
-    "genai-perf": "bench",
+    "genai-perf": "compat.genai_perf",
     "perf-analyzer": "compat.perf_analyzer",
     "gpt-client": "compat.gpt.client",
     "gpt-identity-test": "compat.gpt.identity_test",

@@ -55,6 +55,10 @@ if TYPE_CHECKING:
 # that waits for it stops all others. On a CPU it would take a core from the model.
 _REVISION_THREADS = 1
 
+# A step that does not fit into memory ends an engine of several ranks. The logits of prompts with
+# scores grow with the prompt, so these prompts advance by this many tokens a step.
+_SCORED_TOKENS = 256
+
 
 class Weights(Protocol):
     """The weights of an engine, or of one rank's part of it."""
@@ -144,7 +148,7 @@ def create_engine(
         leader,
         ranks.size,
     )
-    scheduler = _create_scheduler(prepared, settings, adapters.cache)
+    scheduler = _create_scheduler(prepared, settings, adapters.cache, ranks.size)
     loaded = time.monotonic() - began
     info = _describe(scheduler, settings, prepared, ranks.size, loaded)
     return EngineLoop(scheduler, runner, info, prepared.sizes.depth, adapters, leader)
@@ -256,7 +260,7 @@ def _prepare_compiled(
     from slipstream.engine.cpu.choice import choose_path, create_runner
     from slipstream.engine.cpu.model import CpuModel
 
-    path = choose_path(spec, settings.cpu_code, sizes.dtype, ranks.size)
+    path = choose_path(spec, settings.cpu_code, sizes.dtype, ranks)
     if path.level is None:
         return None
     arrays = weights.arrays()
@@ -324,10 +328,13 @@ def _add_host_cache(runner: StepRunner, settings: EngineSettings, blocks: int, r
 
 
 def _create_scheduler(
-    prepared: _Prepared, settings: EngineSettings, adapters: AdapterCache
+    prepared: _Prepared, settings: EngineSettings, adapters: AdapterCache, ranks: int
 ) -> Scheduler:
     sizes = prepared.sizes
     model = prepared.model
+    limits = _prompt_limits(settings, sizes.step_tokens, model.warm.tokens_per_second)
+    if ranks > 1:
+        limits.most_scored = max(_SCORED_TOKENS, model.parts.rows)
     pool = BlockPool(model.parts.blocks, settings.block_tokens, settings.reuse, prepared.host_slots)
     return Scheduler(
         pool,
@@ -342,7 +349,7 @@ def _create_scheduler(
         adapters=adapters,
         window=Window.from_rules(model.rules, sizes.longest),
         revision_threads=_REVISION_THREADS if sizes.on_gpu else 0,
-        prompt_limits=_prompt_limits(settings, sizes.step_tokens, model.warm.tokens_per_second),
+        prompt_limits=limits,
     )
 
 

@@ -36,6 +36,7 @@ class Head:
         self._vocab_size = spec.vocab_size
         self._each = len(spec.vocabulary_of(0, ranks.size))
         own_tokens = spec.vocabulary_of(ranks.rank, ranks.size)
+        self._first = own_tokens.start
         rows = len(own_tokens)
         if ranks.size > 1:
             embedding = embedding[own_tokens.start : own_tokens.stop]
@@ -69,6 +70,12 @@ class Head:
         if self._ranks.size == 1:
             return self._own_logits(x, out)
         return self._ranks.join(self._own_logits(x, None), self._each, self._vocab_size, out)
+
+    def best_tokens(self, x: Input) -> tuple[Tensor, Tensor]:
+        """Return the largest logit of each sample and its token, the lowest of equals: what an
+        argmax of all logits gives. Ranks exchange one logit each, and no part of the vocabulary.
+        """
+        return self._ranks.likeliest(self._own_logits(x, None), self._first)
 
     def _own_logits(self, x: Input, out: Tensor | None) -> Tensor:
         """Return the logits of this rank's part of the vocabulary: [samples, part]."""

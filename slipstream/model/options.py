@@ -8,7 +8,7 @@ from typing import Any, Literal
 # Several times what any model has: a config with larger counts is damaged.
 _MOST_EXPERTS = 4096
 
-RopeKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeKind = Literal["linear", "yarn", "llama3", "longrope"]
 
 
 @dataclass(frozen=True)

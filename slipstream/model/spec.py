@@ -314,6 +314,16 @@ class ModelSpec:
             return self.head_size, self.head_size
         return self.q_size, self.kv_size
 
+    @property
+    def qk_norm_per_head(self) -> bool:
+        """Whether each head has its own weights of the norms of queries and keys."""
+        return self.qk_norm_kind in ("head", "all")
+
+    @property
+    def has_layer_norm_of_all_heads(self) -> bool:
+        """Whether one layer norm covers all queries, and one all keys."""
+        return self.qk_norm and self.qk_norm_kind == "all" and self.norm == "layer"
+
     def kv_heads_of(self, rank: int, ranks: int) -> range:
         """Return the KV heads of a rank. With fewer heads than ranks, several ranks have the same
         one.

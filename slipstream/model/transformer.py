@@ -107,6 +107,7 @@ class Transformer:
             for index in range(spec.layers)
         ]
         self.final_norm = take_norm(spec, source, "transformer.ln_f") if spec.final_norm else None
+        self.ranks = ranks
         self.head = Head(spec, source, self.embedding, ranks)
         self.score = score_layer(spec, source)
         source.close()
@@ -208,6 +209,10 @@ class Transformer:
     def __call__(self, step: Step, cache: Tensor) -> Tensor:
         """Return the logits [samples, vocab], float32 on a CPU. cache: from `new_cache`."""
         return self.head(self.final_states(step, cache), step.logits)
+
+    def best_tokens(self, step: Step, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest logit of each sample and its token: [samples] each."""
+        return self.head.best_tokens(self.final_states(step, cache))
 
     def logits_and_states(self, step: Step, cache: Tensor, logits: int) -> tuple[Tensor, Tensor]:
         """Return the logits of the first `logits` samples, and the final states of the others.
@@ -324,7 +329,9 @@ class Layer:
         if norms_in_kernel(spec, self.index):
             self.q_norm = head_weights(spec, source, f"{name}.attention.q_layernorm")
             self.k_norm = head_weights(spec, source, f"{name}.attention.k_layernorm")
-        self.prepare_heads = prepared_heads(spec, self.index, source, f"{name}.attention")
+        self.prepare_heads = prepared_heads(
+            spec, self.index, source, f"{name}.attention", self.ranks
+        )
         if spec.sink_logits:
             sinks = source.take(f"{name}.attention.sinks.weight", (spec.heads,), torch.float32)
             self.rule = replace(self.rule, sink_logits=tuple(sinks.tolist()))

@@ -53,11 +53,6 @@ class RankMapping:
                 f"tp_size {self.tp_size} does not divide this model: it has {spec.heads} heads, "
                 f"{spec.kv_heads} KV heads and {ffn_size} feed-forward columns"
             )
-        if self.tp_size > 1 and spec.qk_norm and spec.qk_norm_kind == "all":
-            raise ValueError(
-                f"tp_size {self.tp_size} does not divide this model: it normalises queries and "
-                "keys over all heads together"
-            )
         if spec.layers % self.pp_size:
             raise ValueError(
                 f"pp_size {self.pp_size} does not divide this model's {spec.layers} layers"
@@ -111,7 +106,7 @@ def compute_part(spec: ModelSpec, parameter: str, whole: Shape, tp_rank: int, tp
         return everything
     if ".attention.qkv." in parameter:
         return Part(_qkv_rows(spec, tp_rank, tp_size))
-    if spec.qk_norm_kind == "head" and ("_layernorm." in parameter and ".attention." in parameter):
+    if spec.qk_norm_per_head and ("_layernorm." in parameter and ".attention." in parameter):
         return engine_part(spec, parameter, whole, tp_rank, tp_size)
     if parameter.endswith(_BY_HEAD):
         return Part((_share(whole[0], tp_rank, tp_size),))
@@ -143,7 +138,7 @@ def engine_part(spec: ModelSpec, name: str, whole: Shape, rank: int, ranks: int)
         return everything
     if linear.endswith(".attention.qkv"):
         return Part(_qkv_rows(spec, rank, ranks))
-    if spec.qk_norm_kind == "head" and linear.endswith((".q_layernorm", ".k_layernorm")):
+    if spec.qk_norm_per_head and linear.endswith((".q_layernorm", ".k_layernorm")):
         queries, keys, _ = _qkv_rows(spec, rank, ranks)
         return Part((queries if linear.endswith(".q_layernorm") else _moved(keys, -spec.q_size),))
     if linear.endswith(".mlp.fc") or name.endswith(_BY_HEAD):

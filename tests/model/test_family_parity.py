@@ -80,21 +80,17 @@ DIVIDED = (
     "ministral3",
     "mpt-six-heads",
     "nemotron",
+    "olmo2",
     "phi",
     "smollm3",
     "stablelm-12b",
     "starcoder",
 )
-NOT_DIVIDED = ("olmo2", "olmo3", "olmo3-yarn")  # see the test of norms over all heads
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in DIVIDED else [pytest.mark.slow])
-        for name in VARIANTS
-        if name not in NOT_DIVIDED
-    ],
+    [pytest.param(name, marks=[] if name in DIVIDED else [pytest.mark.slow]) for name in VARIANTS],
 )
 def test_two_ranks_compute_the_logits_of_one(name, tmp_path):
     variant = VARIANTS[name]
@@ -142,11 +138,12 @@ def test_the_compiled_cpu_path_leaves_other_options_to_torch(options):
     assert unsupported(replace(spec, **options), "float32", 1) != ""
 
 
-def test_a_norm_over_all_heads_is_not_divided_among_ranks(tmp_path):
+def test_a_layer_norm_over_all_heads_is_not_divided_among_ranks(tmp_path):
     VARIANTS["olmo2"].write(VARIANTS["olmo2"].model(), tmp_path)
     spec, _ = folder_tensors(tmp_path)
-    with pytest.raises(ValueError, match="normalises queries and keys over all heads"):
-        check_ranks(spec, Quantisation(), 2)
+    check_ranks(spec, Quantisation(), 2)
+    with pytest.raises(ValueError, match="it has layer norms over all queries and all keys"):
+        check_ranks(replace(spec, norm="layer"), Quantisation(), 2)
 
 
 @pytest.mark.parametrize(

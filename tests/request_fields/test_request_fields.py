@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.llm_options import SamplingOptions
+from slipstream.offline.sampling_params import SamplingParams as SamplingOptions
 from slipstream.request_fields import markdown
 from slipstream.request_fields.field import BEAM_SEARCH, DRAFT_MODEL, Range
 from slipstream.request_fields.table import (

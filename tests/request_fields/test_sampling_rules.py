@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.llm_options import SamplingOptions
+from slipstream.offline.sampling_params import SamplingParams as SamplingOptions
 from slipstream.server.fields.values import read_request_fields
 from slipstream.server.fields.values import sampling_params as triton_params
 from slipstream.server.kserve.inference import InferRequest

@@ -141,13 +141,23 @@ class TinyServer:
 
 
 def children_of(process_id: int) -> list[int]:
-    try:
-        return [
-            int(word)
-            for word in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
-        ]
-    except FileNotFoundError:
-        return []
+    """Return the processes that any thread of a process has started."""
+    found = []
+    for thread in Path(f"/proc/{process_id}/task").glob("*/children"):
+        try:
+            found += map(int, thread.read_text().split())
+        except FileNotFoundError:
+            continue  # the thread has ended
+    return found
+
+
+def parent_of(process_id: int) -> int:
+    (line,) = (
+        line
+        for line in Path(f"/proc/{process_id}/status").read_text().splitlines()
+        if line.startswith("PPid:")
+    )
+    return int(line.split()[1])
 
 
 def command_of(process_id: int) -> str:

@@ -95,10 +95,10 @@ def test_rope_scaling_is_read_under_both_keys_and_in_both_places(type_key: str, 
     assert spec.max_positions == 2048
 
 
-def test_dynamic_scaling_extends_the_config_length() -> None:
+def test_dynamic_scaling_is_served_up_to_the_trained_length() -> None:
     spec = read_spec({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}})
-    assert spec.rope_scaling == RopeScaling("dynamic", 2.0, 512)
-    assert spec.max_positions == 1024
+    assert spec.rope_scaling is None
+    assert spec.max_positions == 512
 
 
 def test_llama3_scaling_is_read() -> None:

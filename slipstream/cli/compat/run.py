@@ -14,7 +14,7 @@ from slipstream.cli.compat.classic_flags import print_version_line
 from slipstream.cli.compat.run_outputs import print_completions
 
 if TYPE_CHECKING:
-    from slipstream.llm import LLM, Completion, SamplingOptions
+    from slipstream.llm import LLM, RequestOutput, SamplingParams
     from slipstream.server.text.tokenizer import Tokenizer
 
 _DEFAULT_TEXT = "Born in north-east France, Soyer trained as a"
@@ -316,10 +316,10 @@ def _lookahead(text: str) -> list[int]:
     return numbers
 
 
-def _options(given: Namespace) -> SamplingOptions:
-    from slipstream.llm import SamplingOptions
+def _options(given: Namespace) -> SamplingParams:
+    from slipstream.offline.sampling_params import SamplingParams
 
-    return SamplingOptions(
+    return SamplingParams(
         max_tokens=given.max_output_len,
         temperature=0.0 if given.top_k == 1 else given.temperature,
         top_k=given.top_k,
@@ -339,10 +339,10 @@ def _options(given: Namespace) -> SamplingOptions:
 
 
 def _complete(
-    llm: LLM, prompts: list[list[int]], options: SamplingOptions, adapters: list[Path | None]
-) -> list[Completion]:
+    llm: LLM, prompts: list[list[int]], options: SamplingParams, adapters: list[Path | None]
+) -> list[RequestOutput]:
     """Return the completions in the order of the prompts, one batch per adapter."""
-    found: dict[int, Completion] = {}
+    found: dict[int, RequestOutput] = {}
     for adapter in dict.fromkeys(adapters):
         places = [place for place, other in enumerate(adapters) if other == adapter]
         answers = llm.generate(
@@ -414,7 +414,7 @@ def _read_token_ids(path: Path, padding: int | None) -> list[list[int]]:
 
 
 def _stream(
-    llm: LLM, tokenizer: Tokenizer, index: int, prompt: list[int], options: SamplingOptions
+    llm: LLM, tokenizer: Tokenizer, index: int, prompt: list[int], options: SamplingParams
 ) -> None:
     """Print a completion as it is generated. The old script repeated the text at every step."""
 

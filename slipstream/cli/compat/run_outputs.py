@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.llm import Completion
+    from slipstream.llm import RequestOutput
     from slipstream.server.text.tokenizer import Tokenizer
 
 
 def print_completions(
-    given: Namespace, tokenizer: Tokenizer, prompts: list[list[int]], found: list[Completion]
+    given: Namespace, tokenizer: Tokenizer, prompts: list[list[int]], found: list[RequestOutput]
 ) -> None:
     """Print the texts, or write the files that the flags name.
 
@@ -52,7 +52,7 @@ def _write_ids(given: Namespace, tokenizer: Tokenizer, rows: list[list[int]]) ->
         numpy.save(given.output_npy, numpy.array(_pad(rows, filler), dtype=numpy.int32))
 
 
-def _write_log_probs(given: Namespace, found: list[Completion]) -> None:
+def _write_log_probs(given: Namespace, found: list[RequestOutput]) -> None:
     """Write arrays [prompts, beams, tokens] and [prompts, beams]."""
     import numpy
 
@@ -68,7 +68,7 @@ def _write_log_probs(given: Namespace, found: list[Completion]) -> None:
         numpy.save(given.output_cum_log_probs_npy, sums.reshape(len(found), -1))
 
 
-def _write_logits(path: Path, found: list[Completion]) -> None:
+def _write_logits(path: Path, found: list[RequestOutput]) -> None:
     """Write X_context.npy [prompt tokens, vocab] and X_generation.npy [output tokens, vocab]."""
     import numpy
 

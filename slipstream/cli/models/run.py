@@ -27,7 +27,7 @@ from slipstream.cli.engine_flags import add_engine_flags, engine_overrides
 from slipstream.cli.log import log
 from slipstream.cli.models.served_model import find_model_to_serve, prepare_repository
 from slipstream.repository.config import CONFIG_NAME
-from slipstream.server.engine_link.child import child_environment
+from slipstream.server.engine_link.child import API_KEY_VARIABLE, child_environment
 from slipstream.server.log.parent import die_with
 
 _HTTP = re.compile(r"Started HTTPService at (\S+:\d+)")
@@ -86,7 +86,7 @@ def run(given: Namespace) -> int:
     if given.http_port < 0:
         raise UsageError("--http-port must be a port number, or 0 for any free port")
     repository = prepare_repository(given.model, given.weight_only)
-    with _serving(repository, given) as address:
+    with serving(repository, given) as address:
         return chat.run(chat.create_parser().parse(_chat_words(given, repository, address)))
 
 
@@ -99,8 +99,11 @@ def _chat_words(given: Namespace, repository: Path, address: str) -> list[str]:
 
 
 @contextmanager
-def _serving(repository: Path, given: Namespace) -> Iterator[str]:
-    """Serve a repository while the body runs. Yields HOST:PORT."""
+def serving(repository: Path, given: Namespace, key: str = "") -> Iterator[str]:
+    """Serve a repository while the body runs, with the engine's options. Yields HOST:PORT.
+
+    `key`: what clients must send, if it is not empty.
+    """
     with tempfile.TemporaryDirectory(prefix="slipstream-run-") as folder:
         log_file = Path(folder) / "server.log"
         with log_file.open("wb") as output:
@@ -109,7 +112,7 @@ def _serving(repository: Path, given: Namespace) -> Iterator[str]:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=child_environment(),
+                env=child_environment() | ({API_KEY_VARIABLE: key} if key else {}),
                 start_new_session=True,  # Ctrl-C in the terminal stops an answer, not the server
             )
         try:

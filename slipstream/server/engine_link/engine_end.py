@@ -86,10 +86,14 @@ class EngineEnd:
                     messages.append(message)
         return messages
 
-    def close(self) -> None:
-        """Close the links once everything is sent, or after a second at most."""
+    def watch(self, descriptor: int) -> None:
+        """Have `wait` return when this descriptor is readable, too."""
+        self._poller.register(descriptor, zmq.POLLIN)
+
+    def close(self, linger_ms: int | None = None) -> None:
+        """Close the links once everything is sent, or after a second or `linger_ms` at most."""
         for socket in self._sockets:
-            socket.close()
+            socket.close(linger_ms)
         self._context.term()
 
     def _connect(self, path: str, index: int) -> zmq.Socket[bytes]:

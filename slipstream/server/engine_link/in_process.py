@@ -2,12 +2,12 @@
 
 The thread runs the same loop as the engine process, with a queue as its link. It sleeps on the
 queue while there is no work. The outputs of a request go to the event loop that submitted it.
+A server in another process can use the same engine (`lend`).
 """
 
 from __future__ import annotations
 
-import math
-import queue
+import itertools
 import threading
 import traceback
 from collections import deque
@@ -24,9 +24,14 @@ from slipstream.engine.messages import (
 )
 from slipstream.engine.request import GenerateRequest
 from slipstream.server.engine_link.engine import EngineUnavailable
-from slipstream.server.engine_link.link import FromEngine, ToLoop
 from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
 from slipstream.server.engine_link.serve import Loop, describe, serve
+from slipstream.server.engine_link.shared_link import (
+    LendEngine,
+    SharedLink,
+    TakeBack,
+    own_first_id,
+)
 
 
 class InProcessEngine:
@@ -36,8 +41,8 @@ class InProcessEngine:
         self.last_steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self.on_stats: Callable[[], None] | None = None
         self.failure: str | None = None
-        self._mailboxes = Mailboxes()
-        self._link = _QueueLink(self)
+        self._mailboxes = Mailboxes(itertools.count(own_first_id()))
+        self._link = SharedLink(self._take)
         self._draining = False
         # held to open a mailbox and to set `failure`: no mailbox opens after a failure
         self._lock = threading.Lock()
@@ -61,6 +66,21 @@ class InProcessEngine:
             in_flight = self._mailboxes.open(request, self._cancel)
         self._link.put(in_flight.request)
         return in_flight
+
+    def lend(self, sockets: list[str], on_end: Callable[[], None]) -> None:
+        """Connect the front ends of a server, which bind these sockets.
+
+        `on_end` is called on the engine's thread when the server leaves. A server that was
+        connected before is left.
+        """
+        with self._lock:
+            if self.failure is not None or self.info is None:
+                raise EngineUnavailable(f"the engine is not running: {self.failure}")
+            self._link.put(LendEngine(self.info, sockets, on_end))
+
+    def take_back(self, sockets: list[str]) -> None:
+        """Cancel the requests of a server that has ended, and close the links to it."""
+        self._link.put(TakeBack(sockets))
 
     def begin_drain(self) -> None:
         self._draining = True
@@ -87,14 +107,21 @@ class InProcessEngine:
         with self._lock:
             self.failure = reason
         self._on_event_loops(self._mailboxes.fail_all, f"the engine failed: {reason}")
+        self._link.close(reason)
         loop.close()
 
-    def hand_over(self, outputs: StepOutputs) -> None:
-        """Pass the outputs of a step to the event loops that wait for them.
+    def _take(self, message: StepOutputs | EngineStats) -> None:
+        """Pass the outputs of a step to the event loops that wait for them, or keep statistics.
 
         This is called on the engine's thread.
         """
-        self._on_event_loops(self._mailboxes.deliver, outputs)
+        if isinstance(message, StepOutputs):
+            self._on_event_loops(self._mailboxes.deliver, message)
+            return
+        self.stats = message
+        self.last_steps.extend(message.recent_steps)
+        if self.on_stats is not None:
+            self.on_stats()
 
     def _on_event_loops(self, action: Callable[..., None], argument: StepOutputs | str) -> None:
         for event_loop in self._mailboxes.event_loops():
@@ -102,41 +129,3 @@ class InProcessEngine:
                 event_loop.call_soon_threadsafe(action, argument, event_loop)
             except RuntimeError:  # the event loop is closed, so its requests have no reader
                 self._link.put(Cancel(self._mailboxes.drop(event_loop)))
-
-
-class _QueueLink:
-    """The engine's side of a link inside one process."""
-
-    heartbeat_seconds = math.inf  # a thread cannot stop alone
-
-    def __init__(self, engine: InProcessEngine) -> None:
-        self._engine = engine
-        self._inbox: queue.SimpleQueue[ToLoop] = queue.SimpleQueue()
-        self._taken: list[ToLoop] = []  # messages that `wait` took from the inbox
-
-    def put(self, message: ToLoop) -> None:
-        self._inbox.put(message)
-
-    def send(self, message: FromEngine) -> None:
-        if isinstance(message, StepOutputs):
-            self._engine.hand_over(message)
-        elif isinstance(message, EngineStats):
-            self._engine.stats = message
-            self._engine.last_steps.extend(message.recent_steps)
-            if self._engine.on_stats is not None:
-                self._engine.on_stats()
-
-    def wait(self, seconds: float | None) -> bool:
-        if not self._taken:
-            try:
-                self._taken.append(self._inbox.get(timeout=seconds))
-            except queue.Empty:
-                return False
-        return True
-
-    def receive_waiting(self) -> list[ToLoop]:
-        messages = self._taken
-        self._taken = []
-        while not self._inbox.empty():
-            messages.append(self._inbox.get())
-        return messages

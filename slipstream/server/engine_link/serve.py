@@ -44,8 +44,9 @@ class Loop(Protocol):
 class LoopLink(Protocol):
     """The engine's side of a link, to another process or to another thread."""
 
-    # longest time without a message while there is no work
-    heartbeat_seconds: float
+    @property
+    def heartbeat_seconds(self) -> float:
+        """The longest time without a message while there is no work."""
 
     def send(self, message: FromEngine) -> None: ...
     def wait(self, seconds: float | None) -> bool: ...

@@ -1,0 +1,1 @@
+"""Files of requests in OpenAI's batch format, and their results."""
