@@ -166,6 +166,10 @@ _OUTPUTS = (
         conflicts=(DRAFT_MODEL,),
         allowed_as_parameter=False,
     ),
+    _output_flag(
+        "return_embeddings",
+        "Return `embeddings`, the pooled final states of the prompt, and generate nothing.",
+    ),
     _output_flag("return_finish_reason", "Return `finish_reason`."),
     _output_flag("return_num_input_tokens", "Return `num_input_tokens`."),
     _output_flag("return_num_output_tokens", "Return `num_output_tokens`."),

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from pooling_server import MEAN, MODEL, PoolingServer, add_modules, pooling_server
+from grpc_stack import running_coupled, text_inputs, token_inputs
+from pooling_server import (
+    MEAN,
+    MODEL,
+    PoolingServer,
+    add_modules,
+    pooling_server,
+    save_pooling_model,
+)
 from tiny_hf_folder import BEGIN, END, POSITIONS, VOCABULARY, save_tokenizer
 from tokenizers import Tokenizer, processors
 
@@ -144,3 +152,50 @@ def test_scores_of_pairs_are_those_of_transformers(architecture, tmp_path):
             with torch.inference_mode():
                 logits = server.model(torch.tensor([tokens]), position_ids=positions).logits
             assert found[index] == pytest.approx(float(logits[0, 0]), abs=2e-5)
+
+
+def test_the_output_embeddings_of_triton_is_that_of_openai(embedder):
+    _, server = embedder
+    (openai,) = server.client.embeddings.create(model=MODEL, input=TEXTS[0]).data
+    body = {"text_input": TEXTS[0], "max_tokens": 1}
+    for model in (MODEL, "ensemble"):
+        answer = server.post(f"/v2/models/{model}/generate", body).json()
+        np.testing.assert_allclose(answer["embeddings"], openai.embedding, atol=2e-6)
+
+
+async def test_the_output_embeddings_over_grpc(tmp_path):
+    save_encoder(tmp_path / "hf", "BertModel")
+    add_modules(tmp_path / "hf", MEAN, "Normalize")
+    with pooling_server(tmp_path, "BertModel") as server:
+        wanted = expected("bert-mean", server, TEXTS[0])
+        wanted = wanted / np.linalg.norm(wanted)
+        ids = server.tokenizer(TEXTS[0])["input_ids"]
+    async with running_coupled(tmp_path / "engine", tmp_path / "grpc") as stack:
+        for model in ("chat", "ensemble"):
+            result = await stack.client.infer(model, text_inputs(TEXTS[0], 1, stream=False))
+            np.testing.assert_allclose(result.as_numpy("embeddings"), [wanted], atol=2e-5)
+        result = await stack.client.infer("tensorrt_llm", token_inputs(ids, 1, stream=False))
+        np.testing.assert_allclose(result.as_numpy("embeddings"), [wanted], atol=2e-5)
+
+
+def test_a_decoder_returns_an_embedding_on_request(tmp_path):
+    save_pooling_model(tmp_path / "hf", "qwen2", "Qwen2ForCausalLM")
+    body = {"text_input": TEXTS[0], "max_tokens": 3, "return_embeddings": True}
+    parameters = {"embedding_pooling": "mean"}
+    with pooling_server(tmp_path, "Qwen2ForCausalLM", parameters=parameters) as server:
+        (openai,) = server.client.embeddings.create(model=MODEL, input=TEXTS[0]).data
+        answer = server.post(f"/v2/models/{MODEL}/generate", body).json()
+        np.testing.assert_allclose(answer["embeddings"], openai.embedding, atol=2e-6)
+        assert np.linalg.norm(answer["embeddings"]) == pytest.approx(1.0, abs=1e-5)
+        plain = server.post(f"/v2/models/{MODEL}/generate", {**body, "return_embeddings": False})
+        assert "embeddings" not in plain.json()
+        assert plain.json()["text_output"] != ""
+
+
+def test_embeddings_of_a_model_that_declares_none_are_refused(tmp_path):
+    save_pooling_model(tmp_path / "hf", "qwen2", "Qwen2ForCausalLM")
+    with pooling_server(tmp_path, "Qwen2ForCausalLM") as server:
+        body = {"text_input": TEXTS[0], "max_tokens": 3, "return_embeddings": True}
+        answer = server.post(f"/v2/models/{MODEL}/generate", body)
+        assert answer.status_code == 400
+        assert "does not declare how to compute embeddings" in answer.json()["error"]

@@ -52,7 +52,9 @@ from slipstream.server.kserve.inference import (
 from slipstream.server.kserve.joining import THREAD_ABOVE_VALUES
 from slipstream.server.kserve.tensors import Tensor
 from slipstream.server.models.batches import BATCH_INDEX, answer_batch
+from slipstream.server.models.embeddings import NoEmbeddings, embedding_rule, pooled_request
 from slipstream.server.models.generation_outputs import (
+    EMBEDDINGS,
     Completion,
     OutputRequest,
     convert_to_16_bit,
@@ -177,6 +179,35 @@ def check_output_layer(engine: ServedEngine, request: TextRequest) -> None:
             f"model '{engine.model.name}' has no output layer for tokens: it computes embeddings "
             "or scores (/v1/embeddings, /v1/rerank, /score)"
         )
+
+
+async def with_embeddings(engine: ServedEngine, call: GenerateCall) -> GenerateCall:
+    """Return a call for the embedding of the prompt, where the request wants one or the model
+    computes nothing else.
+    """
+    wanted = call.outputs
+    declared = engine.model.engine_config.pooling
+    pools_only = declared is not None and not declared.generates
+    if wanted is None or not (EMBEDDINGS in wanted.optional or pools_only):
+        return call
+    try:
+        rule = embedding_rule(engine.model)
+    except NoEmbeddings as problem:
+        raise InferenceError(f"model '{engine.model.name}' {problem}") from problem
+    request = await pooled_request(call.request, rule, engine.generator.tokenizer)
+    outputs = replace(
+        wanted,
+        sampling=request.sampling,
+        optional=wanted.optional | {EMBEDDINGS},
+        unit_length=rule.normalize,
+    )
+    return replace(
+        call,
+        request=request,
+        generator=engine.generator,
+        completions=call.completions[:1],
+        outputs=outputs,
+    )
 
 
 # -- models
@@ -305,6 +336,7 @@ class GeneratingModel(EngineBackedModel):
             if isinstance(call, InferResponse):
                 yield call
                 return
+            call = await with_embeddings(self.engine, call)
             check_output_layer(self.engine, call.request)
             times = request.times
             times.end_input()

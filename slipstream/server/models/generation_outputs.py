@@ -21,11 +21,14 @@ from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.fields.values import RequestFields
 from slipstream.server.kserve.joining import one_after_another
 from slipstream.server.kserve.tensors import DTYPES, Tensor
+from slipstream.server.models.embeddings import unit_length
 
 _BLOCKS = ("return_kv_cache_reuse_stats", "return_perf_metrics")
 _PERFORMANCE = ("return_perf_metrics",)
+EMBEDDINGS = "embeddings"
 # An optional output → the flags that ask for it.
 FLAGS: Mapping[str, tuple[str, ...]] = {
+    EMBEDDINGS: ("return_embeddings",),
     "finish_reason": ("return_finish_reason",),
     "num_input_tokens": ("return_num_input_tokens",),
     "num_output_tokens": ("return_num_output_tokens",),
@@ -69,6 +72,7 @@ class OutputRequest:
     sampling: SamplingParams
     optional: frozenset[str]  # outputs of FLAGS
     placeholders: bool  # outputs that are not requested are sent as zeros
+    unit_length: bool = False  # embeddings are divided by their length
 
     @cached_property
     def by_name(self) -> Collection[str]:
@@ -267,6 +271,10 @@ def _counts(wanted: OutputRequest, completion: Completion) -> list[Tensor]:
         for name, value in counts.items()
         if name in wanted.optional
     ]
+    if EMBEDDINGS in wanted.optional:
+        vector = np.frombuffer(completion.scores.pooled, DTYPES["FP32"])
+        vector = unit_length(vector) if wanted.unit_length else vector
+        outputs.append(Tensor(EMBEDDINGS, "FP32", (1, len(vector)), vector))
     if "finish_reason" in wanted.optional:
         outputs.append(
             Tensor("finish_reason", "BYTES", (1, 1), [completion.finish_reason.encode()])

@@ -83,7 +83,7 @@ class HuggingFaceFolder:
         weights = family.weights_of(self._config)
         self._map = weights if has_output_layer(architectures) else bare_names(weights)
         if prediction_layers(self._config):
-            logger.info(
+            logger.warning(
                 "%s: its layers of multi-token prediction are not read; speculative decoding works "
                 "with draft tokens from the prompt or a draft model",
                 label,

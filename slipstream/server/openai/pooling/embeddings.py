@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from slipstream.server.models.embeddings import unit_length
 from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import convert_fields, decode_object
 from slipstream.server.openai.models import OpenAIModel, find_model_or_default
@@ -105,9 +106,3 @@ class EmbeddingWriter:
             return base64.b64encode(kept.astype("<f4").tobytes()).decode()
         numbers: list[float] = kept.tolist()
         return numbers
-
-
-def unit_length(vector: np.ndarray) -> np.ndarray:
-    """Return the vector divided by its length; a vector of zeros is unchanged."""
-    length = float(np.linalg.norm(vector))
-    return vector / np.float32(length) if length else vector

@@ -1,17 +1,11 @@
-"""How a model pools: what its source declares, unless the server's options say otherwise."""
+"""How a model pools, with the errors of OpenAI's routes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from slipstream.server.models import embeddings
+from slipstream.server.models.embeddings import EmbeddingRule, NoEmbeddings
 from slipstream.server.openai.errors import ApiError
 from slipstream.server.openai.models import OpenAIModel
-
-
-@dataclass(frozen=True)
-class EmbeddingRule:
-    kind: str  # of pooling
-    normalize: bool  # whether embeddings have unit length
 
 
 def scores_pairs(model: OpenAIModel) -> bool:
@@ -32,24 +26,7 @@ def embedding_rule(model: OpenAIModel, default: str) -> EmbeddingRule:
     `default`: the kind of the server's option, which goes before the model's own. Raises ApiError
     for a model without embeddings.
     """
-    engine = model.text.engine.model
-    declared = engine.engine_config.pooling
-    if engine.engine_config.spec.labels:
-        raise ApiError(
-            f"The model '{model.id}' is a classifier and has no embeddings. "
-            "Use /v1/rerank or /score",
-            "model",
-        )
-    configured = default or engine.embedding_pooling
-    if configured:
-        return EmbeddingRule(configured, declared is None or declared.normalize)
-    if declared is None or not declared.kind:
-        reason = declared.problem if declared is not None else ""
-        raise ApiError(
-            f"The model '{model.id}' does not declare how to compute embeddings"
-            f"{': ' + reason if reason else ''}. "
-            "Start the server with --embeddings last (or mean), "
-            "or set the parameter embedding_pooling in the config.pbtxt of its engine",
-            "model",
-        )
-    return EmbeddingRule(declared.kind, declared.normalize)
+    try:
+        return embeddings.embedding_rule(model.text.engine.model, default)
+    except NoEmbeddings as problem:
+        raise ApiError(f"The model '{model.id}' {problem}", "model") from problem

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from slipstream.server.models.embeddings import unit_length
 from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import convert_fields, decode_object
 from slipstream.server.openai.models import OpenAIModel, find_model_or_default
-from slipstream.server.openai.pooling.embeddings import unit_length
 from slipstream.server.openai.pooling.kinds import embedding_rule, scores_pairs
 from slipstream.server.openai.pooling.prompts import MOST_PROMPTS, PromptReader
 from slipstream.server.openai.pooling.service import CallSource, PooledPrompt, PoolingCall
