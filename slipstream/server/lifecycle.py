@@ -70,6 +70,7 @@ def run_server(options: ServerOptions, factories: Sequence[ModelFactory] = ()) -
     early_signals: list[int] = []  # signals that arrive before the event loop runs
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: early_signals.append(number))
+    _check_certificates(options)
     factories = [*factories, *_create_factories(options)]
     reading = _read_repository(options, factories)
     options = replace(options, frontends=_count_frontends(options, reading))
@@ -83,6 +84,18 @@ def run_server(options: ServerOptions, factories: Sequence[ModelFactory] = ()) -
     finally:
         if hosts is not None:
             hosts.close()
+
+
+def _check_certificates(options: ServerOptions) -> None:
+    """Read the certificates before anything is loaded. They are read again when a port opens."""
+    files = [options.http_certificate, options.grpc_certificate]
+    for one in dict.fromkeys(filter(None, files)):
+        from slipstream.server.http.tls import check_certificate
+
+        try:
+            check_certificate(one)
+        except OSError as error:
+            raise StartFailed(f"TLS: {error}") from error
 
 
 def _open_cluster(options: ServerOptions) -> RankHosts | None:
