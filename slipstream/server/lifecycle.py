@@ -255,12 +255,13 @@ class _Server:
         self._frontends = frontends
         self._state = ServerState(engines)
         self._stop_requested = asyncio.Event()
+        self._stop_signal = 0  # the signal that requested it
 
     async def run(self, early_signals: list[int]) -> int:
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         if early_signals:
-            return 0
+            return _end_before_ready(early_signals[0])
         self._engines.watch_spawned()
         await asyncio.sleep(0)  # the tasks that watch the engines begin to run
         os.environ.setdefault(*GRPC_EXPERIMENTS_DEFAULT)
@@ -274,7 +275,7 @@ class _Server:
             await services.attach_frontends()
             loading = asyncio.ensure_future(services.load(self._models, self._reading))
             if not await self._first(loading):
-                return 0
+                return _end_before_ready(self._stop_signal)
             _log_models(services.loader.rows(), self._engines)
             self._check_loaded(services, loading.result())
             await services.open(self._ports)
@@ -352,6 +353,7 @@ class _Server:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._stop_requested.is_set():
+            self._stop_signal = number
             self._stop_requested.set()
             return
         logger.warning("second %s: exiting at once", number.name)
@@ -411,6 +413,15 @@ class _Server:
         if loads:
             parts = f": {max(loads):.1f} s to load, {whole - max(loads):.1f} s for the rest"
         return f"Ready:    in {whole:.1f} s{parts}"
+
+
+def _end_before_ready(number: int) -> int:
+    """Say that a signal ended the server before it served; return the exit code.
+
+    A user's Ctrl-C interrupts the command. SIGTERM is the orderly end that a supervisor wants.
+    """
+    logger.warning("%s before the server was ready: it ends", signal.Signals(number).name)
+    return 128 + number if number == signal.SIGINT else 0
 
 
 def _patience(deadline: float) -> float:

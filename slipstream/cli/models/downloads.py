@@ -6,11 +6,16 @@ import shutil
 
 from slipstream.weights.cache.engines import folder_bytes, list_engines
 from slipstream.weights.cache.locks import locked
-from slipstream.weights.sources.known_models import KNOWN_MODELS, PackagedModel
+from slipstream.weights.sources.known_models import (
+    KNOWN_MODELS,
+    PackagedModel,
+    remove_left_downloads,
+)
 
 
 def remove_unused_downloads() -> int:
-    """Remove the downloads that no engine of the cache was built from. Returns their bytes.
+    """Remove the downloads that no engine of the cache was built from, and what killed downloads
+    have left. Returns their bytes.
 
     The cache of the Hugging Face hub is shared with other programs and stays.
     """
@@ -22,4 +27,8 @@ def remove_unused_downloads() -> int:
             if name not in {engine.config.source for engine in list_engines()}:
                 freed += folder_bytes(model.folder)
                 shutil.rmtree(model.folder)
+                continue
+            before = folder_bytes(model.folder)
+            remove_left_downloads(model.folder)
+            freed += before - folder_bytes(model.folder)
     return freed
