@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
 from slipstream.cli.arguments import CommandError, Parser, UsageError
+from slipstream.cli.interrupts import INTERRUPTED, INTERRUPTED_LINE, raise_at_interrupt
 from slipstream.cli.log import log, program
 
 
@@ -135,12 +136,13 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     try:
         parser = create_parser(name)
         given = parser.parse(arguments)
+        raise_at_interrupt()
         return load_command(name).run(given)
     except BrokenPipeError:
         return 128 + signal.SIGPIPE  # the reader of our output is gone, and of our errors too
     except KeyboardInterrupt:
-        log("ERROR", "interrupted; nothing was left behind")
-        return 130
+        log("ERROR", INTERRUPTED_LINE)
+        return INTERRUPTED
     except UsageError as error:
         parser.error(str(error))
     except (CommandError, ValueError, OSError) as error:

@@ -9,7 +9,11 @@ from typing import NamedTuple
 
 from slipstream.weights.cache.engines import folder_bytes, list_engines
 from slipstream.weights.cache.locks import locked
-from slipstream.weights.sources.known_models import KNOWN_MODELS, PackagedModel
+from slipstream.weights.sources.known_models import (
+    KNOWN_MODELS,
+    PackagedModel,
+    remove_left_downloads,
+)
 
 
 class Download(NamedTuple):
@@ -30,16 +34,25 @@ def unused_downloads(built: Collection[str]) -> list[Download]:
 
 
 def remove_unused_downloads() -> list[Download]:
-    """Remove the downloads that no engine of the cache was built from, and return them."""
+    """Remove the downloads that no engine of the cache was built from, and what killed downloads
+    have left. Returns what was removed.
+    """
     removed = []
     for name, model in KNOWN_MODELS.items():
         if not isinstance(model, PackagedModel) or not model.folder.is_dir():
             continue
         with locked(f"source {name}"):  # not while it is fetched or built from
-            for download in unused_downloads(built_sources()):
-                if download.folder == model.folder:
-                    shutil.rmtree(download.folder)
-                    removed.append(download)
+            unused = [
+                one for one in unused_downloads(built_sources()) if one.folder == model.folder
+            ]
+            if unused:
+                shutil.rmtree(model.folder)
+                removed += unused
+                continue
+            before = folder_bytes(model.folder)
+            remove_left_downloads(model.folder)
+            if freed := before - folder_bytes(model.folder):
+                removed.append(Download(model.folder, freed))
     return removed
 
 

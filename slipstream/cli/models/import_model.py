@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slipstream.cli.arguments import CommandError, Parser, UsageError, add_verbose
 from slipstream.cli.engine_flags import WEIGHT_ONLY, add_weight_only
+from slipstream.cli.interrupts import INTERRUPTED, end_with_the_command
 from slipstream.cli.log import log, program
 from slipstream.cli.models.list_models import log_repository
 from slipstream.cli.models.repository_option import add_repository, repository_folder
@@ -110,8 +111,6 @@ def run(given: Namespace) -> int:
         )
     except RepositoryExists as error:
         raise CommandError(str(error)) from error
-    except KeyboardInterrupt:
-        raise CommandError("interrupted; nothing was left behind") from None
     log("INFO", f"Serve it with: {program()} start{_repository_option(repository)}")
     return 0
 
@@ -257,14 +256,14 @@ def _fit_name(text: str) -> str:
 
 def main(model: str, repository: str) -> int:
     """Import a model for `slipstream start`, which serves it next. Returns the exit code."""
+    end_with_the_command()
     try:
         import_model(model, None, Path(repository))
     except (CommandError, ValueError, OSError) as error:
         log("ERROR", str(error))
         return 1
     except KeyboardInterrupt:
-        log("ERROR", "interrupted; nothing was left behind")
-        return 1
+        return INTERRUPTED  # the command says so
     return 0
 
 
