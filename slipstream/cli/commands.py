@@ -54,9 +54,9 @@ GROUPS: dict[str, dict[str, Command]] = {
     "Operate": {
         "ps": Command("processes.ps", "List the servers that run on this machine."),
         "stop": Command("processes.stop", "Stop a server of this machine."),
-        "status": Command("status", "Print whether a server is live and ready."),
-        "metrics": Command("metrics", "Print a server's metrics as JSON."),
-        "config": Command("config", "Print a model's configuration as JSON."),
+        "status": Command("status", "Print a server's version, models and states, or metrics."),
+        "metrics": Command("metrics", "The same as status --metrics."),
+        "config": Command("config", "The same as status --config MODEL."),
         "bench": Command("bench", "Measure latency and throughput of a text model."),
         "doctor": Command("doctor.command", "Describe this machine and find problems."),
         "completion": Command("completion", "Print a script for completion in a shell."),
@@ -81,6 +81,9 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+# commands that work and are not listed in the help: each is another one by a second name
+HIDDEN = {"serve": "start", "profile": "bench", "metrics": "status", "config": "status"}
 
 # other names of commands, as Ollama has them; `pull NAME` is `import -m NAME`
 ALIASES = {"pull": "import", "ls": "list", "rm": "remove"}

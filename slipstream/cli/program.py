@@ -13,6 +13,7 @@ from slipstream.cli.commands import (
     ALIASES,
     COMMANDS,
     GROUPS,
+    HIDDEN,
     create_parser,
     resolve_alias,
     run_command,
@@ -64,6 +65,8 @@ def _command_list() -> str:
     for title, group in GROUPS.items():
         lines.append(f"{title}:")
         for name, command in group.items():
+            if name in HIDDEN:
+                continue
             lines += textwrap.wrap(
                 command.help + _also(name),
                 width,

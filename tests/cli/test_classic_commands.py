@@ -19,7 +19,7 @@ from tiny_models import config_of, random_model
 from tiny_server import wait_for
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from slipstream.cli.commands import COMMANDS, run_command
+from slipstream.cli.commands import COMMANDS, HIDDEN, run_command
 from slipstream.cli.compat import launch
 from slipstream.cli.progress import ProgressLines
 from slipstream.server.engine_link.launched import Launched, find_launch
@@ -367,8 +367,19 @@ def test_launch_starts_tritonserver_with_the_old_command_line(tmp_path: Path) ->
         "--grpc-port=8001",
         "--http-port=1",
         "--metrics-port=8002",
+        "--http-address=127.0.0.1",
+        "--grpc-address=127.0.0.1",
         "--disable-auto-complete-config",
         "--backend-config=python,shm-region-prefix-name=prefix0_",
+    ]
+
+
+def test_launch_listens_at_the_given_address(tmp_path: Path) -> None:
+    words = [f"--model_repo={tmp_path}", "--tritonserver", "/bin/true", "--address", "0.0.0.0"]
+    command = launch.server_command(launch.create_parser().parse(words))
+    assert [word for word in command if "address" in word] == [
+        "--http-address=0.0.0.0",
+        "--grpc-address=0.0.0.0",
     ]
 
 
@@ -482,7 +493,8 @@ def test_progress_of_a_fetch_is_no_build(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_command_is_listed_in_the_help() -> None:
     listed = run_cli(["--help"]).output
-    assert all(f"  {name} " in listed for name in COMMANDS)
+    assert all((f"  {name} " in listed) == (name not in HIDDEN) for name in COMMANDS)
+    assert set(HIDDEN.values()) <= COMMANDS.keys() - HIDDEN.keys()
 
 
 def test_verify_reports_agreement_with_the_model(
