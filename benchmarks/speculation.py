@@ -20,6 +20,7 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.llm import engine_folder
 from slipstream.server.text.tokenizer import Tokenizer
+from slipstream.weights.engine_config import read_engine_config
 from slipstream.weights.load import start_engine
 
 _RECORD = '{"id": %d, "name": "item %d", "price": 10.5, "tags": ["new", "blue"], "stock": true}'
@@ -88,7 +89,8 @@ def main() -> None:
             cpu_probe.prepare(
                 EngineSettings(
                     device=options.device, reuse=False, max_rows=1, lookup_tokens=draft_tokens
-                )
+                ),
+                read_engine_config(folder).spec,
             ),
         )
         for draft_tokens in (0, options.draft_tokens)

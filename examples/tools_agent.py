@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 from openai import OpenAI
 
 MAX_STEPS = 4
+MAX_TOKENS = 200  # of one step
 
 
-def multiply(first: float, second: float) -> float:
+def multiply(first: int, second: int) -> int:
     return first * second
 
 
@@ -24,13 +25,13 @@ def time_in(city: str) -> str:
 
 
 FUNCTIONS = {"multiply": multiply, "time_in": time_in}
-NUMBER = {"type": "number", "minimum": -1e6, "maximum": 1e6}
+NUMBER = {"type": "integer", "minimum": -1_000_000, "maximum": 1_000_000}
 TOOLS = [
     {
         "type": "function",
         "function": {
             "name": "multiply",
-            "description": "Return the product of two numbers.",
+            "description": "Return the product of two whole numbers.",
             "parameters": {
                 "type": "object",
                 "properties": {"first": NUMBER, "second": NUMBER},
@@ -67,25 +68,25 @@ def main() -> None:
     messages: list = [{"role": "user", "content": given.question}]
     for step in range(MAX_STEPS):
         forced = {"type": "function", "function": {"name": given.force}}
-        message = (
-            client.chat.completions.create(
-                model=model,
-                messages=messages,
-                tools=TOOLS,
-                tool_choice=forced if given.force and step == 0 else "auto",
-                max_tokens=200,
-                temperature=0,
-            )
-            .choices[0]
-            .message
-        )
+        choice = client.chat.completions.create(
+            model=model,
+            messages=messages,
+            tools=TOOLS,
+            tool_choice=forced if given.force and step == 0 else "auto",
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+        ).choices[0]
+        message = choice.message
+        if message.tool_calls and choice.finish_reason == "length":
+            raise SystemExit(f"the call was not complete after {MAX_TOKENS} tokens")
         if not message.tool_calls:
             print(f"answer: {message.content}")
             return
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
             result = run(call.function.name, call.function.arguments)
-            print(f"call: {call.function.name}({call.function.arguments}) = {result}")
+            arguments = " ".join(call.function.arguments.split())
+            print(f"call: {call.function.name}({arguments}) = {result}")
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     print(f"no answer after {MAX_STEPS} steps")
 

@@ -1,9 +1,14 @@
-"""tritonclient over HTTP: the tensors of a text model.
+"""tritonclient over HTTP: a text model by its tensors, or as JSON if it is decoupled.
 
-python examples/triton_http.py "One, two, three,"
+    python examples/triton_http.py "One, two, three,"
+
+A decoupled model can send several responses for one request. Triton's HTTP protocol has no
+`infer` for such models; their answer comes from the route `generate`.
 """
 
 import argparse
+import json
+import urllib.request
 
 import numpy as np
 import tritonclient.http as triton
@@ -24,16 +29,36 @@ def main() -> None:
     given = parser.parse_args()
     with triton.InferenceServerClient(given.url.removeprefix("http://")) as client:
         model = given.model or first_text_model(client)
-        inputs = [
-            tensor("text_input", np.array([[given.prompt]], dtype=object), "BYTES"),
-            tensor("max_tokens", np.array([[given.max_tokens]], dtype=np.int32), "INT32"),
-            tensor("return_log_probs", np.array([[True]]), "BOOL"),
-        ]
-        outputs = [triton.InferRequestedOutput("text_output")]
-        outputs.append(triton.InferRequestedOutput("cum_log_probs"))
-        result = client.infer(model, inputs, outputs=outputs)
-        print(result.as_numpy("text_output").reshape(-1)[0].decode())
-        print(f"log-probability: {result.as_numpy('cum_log_probs').reshape(-1)[0]:.3f}")
+        config = client.get_model_config(model)
+        if config.get("model_transaction_policy", {}).get("decoupled"):
+            url = f"{given.url}/v2/models/{model}/generate"
+            text, likelihood = generate(url, given.prompt, given.max_tokens)
+        else:
+            text, likelihood = infer(client, model, given.prompt, given.max_tokens)
+    print(text)
+    print(f"log-probability: {likelihood:.3f}")
+
+
+def infer(
+    client: triton.InferenceServerClient, model: str, prompt: str, max_tokens: int
+) -> tuple[str, float]:
+    inputs = [
+        tensor("text_input", np.array([[prompt]], dtype=object), "BYTES"),
+        tensor("max_tokens", np.array([[max_tokens]], dtype=np.int32), "INT32"),
+        tensor("return_log_probs", np.array([[True]]), "BOOL"),
+    ]
+    outputs = [triton.InferRequestedOutput("text_output")]
+    outputs.append(triton.InferRequestedOutput("cum_log_probs"))
+    result = client.infer(model, inputs, outputs=outputs)
+    text = result.as_numpy("text_output").reshape(-1)[0].decode()
+    return text, float(result.as_numpy("cum_log_probs").reshape(-1)[0])
+
+
+def generate(url: str, prompt: str, max_tokens: int) -> tuple[str, float]:
+    body = {"text_input": prompt, "max_tokens": max_tokens, "return_log_probs": True}
+    with urllib.request.urlopen(url, json.dumps(body).encode()) as answer:
+        fields = json.load(answer)
+    return fields["text_output"], fields["cum_log_probs"]
 
 
 def first_text_model(client: triton.InferenceServerClient) -> str:

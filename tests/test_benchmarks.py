@@ -235,3 +235,27 @@ def test_the_benchmark_of_ranks_runs_the_part_of_one_rank():
     ]
     assert all(float(row[3]) > 0 for row in rows[:-1])
     assert "tp_size 3 does not divide this model: it has 4 heads" in lines[-1]
+
+
+def test_the_benchmark_of_mixed_load_prints_a_line_per_target():
+    command = [sys.executable, str(BENCHMARKS / "mixed_load.py"), "--shape", "tiny"]
+    command += ["--device", "cpu", "--streams", "2", "--prompt", "64", "--seconds", "0.2"]
+    command += ["--targets", "off,20"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    head, _, *lines = printed.splitlines()
+    assert head == "tiny on cpu, 2 streams, prompts of 64 tokens, one after the other"
+    assert [line.split()[0] for line in lines] == ["off", "20"]
+    assert all(float(word) > 0 for line in lines for word in line.split()[1:])
+
+
+def test_the_benchmark_of_deterministic_answers_counts_equal_ones():
+    command = [sys.executable, str(BENCHMARKS / "deterministic.py"), "--shape", "tiny"]
+    command += ["--device", "cpu", "--prompts", "2", "--output", "4"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line.split() for line in printed.splitlines()[1:]]
+    assert [line[:2] for line in lines] == [
+        [kernels, sampling]
+        for kernels in ("fast", "deterministic")
+        for sampling in ("greedy", "sampled")
+    ]
+    assert [line[2:5] for line in lines[2:]] == [["2", "of", "2"]] * 2

@@ -48,11 +48,15 @@ class ThirdParty:
     program: str
     arguments: Callable[[Run], list[str]]
     read: Callable[[Run], dict[str, Any]]
+    # aiperf asks the hub's library for the tokenizer's folder, which refuses to look in this mode
+    is_offline: bool = True
 
     def measure(self, server: str, run: Run) -> Figures:
         run.folder.mkdir(parents=True, exist_ok=True)
         log = run.folder / "log"
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+        environment = os.environ | {"NO_COLOR": "1"}
+        if self.is_offline:
+            environment["HF_HUB_OFFLINE"] = "1"
         with log.open("wb") as output:
             done = subprocess.run(
                 [self.program, *self.arguments(run)],
@@ -192,6 +196,7 @@ def installed_clients(given: Mapping[str, str]) -> list[ThirdParty]:
                 aiperf,
                 _aiperf_arguments,
                 lambda run: _read_genai(run, "profile_export_aiperf.json"),
+                is_offline=False,
             )
         )
     genai = _find("genai-perf", given)

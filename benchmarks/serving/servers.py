@@ -112,7 +112,7 @@ def start_vllm(model: Model, folder: Path, options: ServerOptions) -> RunningSer
     python = options.peer_python.get(VLLM, sys.executable)
     command = [str(Path(python).parent / "vllm"), "serve", str(model.hugging_face)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", _MODEL]
-    command += ["--dtype", model.dtype, "--disable-log-requests"]
+    command += ["--dtype", model.dtype]
     peer = Peer(VLLM, command, [port, 0], folder / "log", dict(os.environ), "/health")
     return RunningServer(peer, Target(_MODEL, port))
 

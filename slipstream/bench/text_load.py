@@ -21,6 +21,7 @@ from slipstream.bench.load import (
     check_answers,
     measure,
 )
+from slipstream.bench.progress import shown_progress
 from slipstream.bench.prompts import Lengths, synthetic_prompt
 from slipstream.bench.tokenizer import TextTokenizer
 from slipstream.client.connection import Request
@@ -207,7 +208,8 @@ class TextLoad:
             endless = itertools.islice(endless, count)
         waits = itertools.repeat(1.0 / level.request_rate) if level.request_rate else None
         load = Load(self._send, endless, level.concurrency, waits)
-        measured = measure(load, None if count else windows)
+        with shown_progress(load, count, windows):
+            measured = measure(load, None if count else windows)
         return measured._replace(records=check_answers(measured.records))
 
     def metrics(self, measured: Measured, streaming: bool) -> LlmMetrics:

@@ -21,8 +21,8 @@ def run(given: Namespace) -> int:
     for problem in problems.found:
         kind = "error" if problem.fatal else "warning"
         print(f"{kind}: {problem}", file=sys.stderr if problem.fatal else sys.stdout)
-    errors = len(problems.errors)
-    counts = f"{_count(errors, 'error')}, {_count(len(problems.warnings), 'warning')}"
+    errors = problems.count(fatal=True)
+    counts = f"{_count(errors, 'error')}, {_count(problems.count(fatal=False), 'warning')}"
     verdict = "cannot be served" if errors else "can be served"
     print(f"{given.repository}: {counts}: {verdict}")
     return 1 if errors else 0

@@ -76,7 +76,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         ),
         "check": Command("check", "Report every problem of a model repository."),
         "verify": Command("models.verify", "Compare a model's engine with its original model."),
-        "profile": Command("bench", "The same as bench (genai-perf)."),
+        "profile": Command("compat.genai_perf", "The same as bench (genai-perf)."),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -91,7 +91,7 @@ SCRIPTS = {
     "end-to-end-test": "compat.end_to_end_test",
     "identity-test": "compat.identity_test",
     "benchmark-core-model": "compat.benchmark_core_model",
-    "genai-perf": "bench",
+    "genai-perf": "compat.genai_perf",
     "perf-analyzer": "compat.perf_analyzer",
     "gpt-client": "compat.gpt.client",
     "gpt-identity-test": "compat.gpt.identity_test",

@@ -90,13 +90,30 @@ def _add_devices(group: ArgumentContainer) -> None:
     group.add_argument(
         "--device", default=AUTO, choices=[AUTO, "cpu", "cuda"], help="Device to run on."
     )
-    group.add_argument("--replicas", type=at_least(1, int), metavar="N", help=f"{REPLICAS_HELP}.")
+    group.add_argument(
+        "--replicas",
+        "--data-parallel-size",
+        "-dp",
+        type=at_least(1, int),
+        metavar="N",
+        help=f"{REPLICAS_HELP}.",
+    )
     group.add_argument(
         *flags("ranks"),
+        "-tp",
         dest="ranks",
         type=at_least(1, int),
         metavar="N",
         help=f"{RANKS_HELP}.",
+    )
+    group.add_argument(
+        "--pipeline-parallel-size",
+        "-pp",
+        type=at_least(1, int),
+        default=1,
+        metavar="N",
+        help="Run N times as many ranks. There are no pipeline stages: all ranks divide every "
+        "layer.",
     )
 
 
@@ -222,11 +239,24 @@ def _fraction(text: str) -> float:
     return number
 
 
+def explain_stages(given: Namespace) -> str:
+    """Return what --pipeline-parallel-size does; empty: it was not given."""
+    if given.pipeline_parallel_size == 1:
+        return ""
+    return (
+        f"--pipeline-parallel-size {given.pipeline_parallel_size}: there are no pipeline stages; "
+        f"each engine runs with {given.pipeline_parallel_size * (given.ranks or 1)} "
+        "tensor-parallel ranks"
+    )
+
+
 def engine_overrides(given: Namespace) -> dict[str, Any]:
     """Return the engine settings that the command line gives. Raises UsageError."""
     names = ("dtype", "device", "replicas", "target_itl_ms", "deterministic", *OPTION_NAMES)
     wanted = {name: getattr(given, name) for name in names}
     overrides = {name: value for name, value in wanted.items() if value not in (None, AUTO)}
+    if given.pipeline_parallel_size > 1:
+        overrides["ranks"] = given.pipeline_parallel_size * (given.ranks or 1)
     if "target_itl_ms" in overrides and overrides.get("chunked") is False:
         raise UsageError(
             "--target-itl-ms needs prompts in chunks: leave out --no-enable-chunked-prefill"

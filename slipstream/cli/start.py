@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from slipstream.cli.arguments import (
     at_least,
     frontend_count,
 )
-from slipstream.cli.engine_flags import add_engine_flags, engine_overrides
+from slipstream.cli.engine_flags import add_engine_flags, engine_overrides, explain_stages
 from slipstream.cli.keys import (
     ALLOWED_HOST_HELP,
     CERTIFICATE_HELP,
@@ -32,6 +33,7 @@ from slipstream.cli.keys import (
     read_access,
     read_certificate,
 )
+from slipstream.cli.log import log
 from slipstream.cli.models.repository_option import REPOSITORY_OPTIONS, repository_folder
 from slipstream.repository.known import DEFAULT_REPOSITORY, remember_repository
 from slipstream.server.engine_link.child import ENGINE_COMMAND, child_environment
@@ -244,8 +246,13 @@ def _server_options(given: Namespace) -> ServerOptions:
     )
     certificate = read_certificate(given.ssl_certfile, given.ssl_keyfile)
     overrides = engine_overrides(given)
+    if explanation := explain_stages(given):
+        log("INFO", explanation)
+    began = time.monotonic()
+    repository = _repository(given.model, given.repo, given.weight_only)
     return ServerOptions(
-        repositories=(_repository(given.model, given.repo, given.weight_only),),
+        repositories=(repository,),
+        prepare_seconds=time.monotonic() - began,
         http=_port(given, "http"),
         grpc=_port(given, "grpc"),
         grpc_settings=_grpc_settings(given, certificate),

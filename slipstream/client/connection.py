@@ -64,6 +64,9 @@ class Connection(Protocol):
     def statistics(self, model: str) -> dict[str, Any]:
         """Return the server's statistics of a model."""
 
+    def metadata(self) -> dict[str, Any]:
+        """Return name, version and extensions of the server."""
+
     def health(self) -> dict[str, bool]:
         """Return whether the server is live, and whether it is ready."""
 
@@ -153,6 +156,10 @@ class GrpcConnection:
         document: dict[str, Any] = MessageToDict(statistics, preserving_proto_field_name=True)
         return document
 
+    def metadata(self) -> dict[str, Any]:
+        found = self._ask("ServerMetadata")
+        return {"name": found.name, "version": found.version, "extensions": list(found.extensions)}
+
     def health(self) -> dict[str, bool]:
         return {"live": self._ask("ServerLive").live, "ready": self._ask("ServerReady").ready}
 
@@ -211,6 +218,9 @@ class HttpConnection:
 
     def statistics(self, model: str) -> dict[str, Any]:
         return self._document("GET", f"/v2/models/{model}/stats", None)
+
+    def metadata(self) -> dict[str, Any]:
+        return self._document("GET", "/v2", None)
 
     def health(self) -> dict[str, bool]:
         return {word: self._get(f"/v2/health/{word}").is_success for word in ("live", "ready")}

@@ -45,10 +45,13 @@ def select_pooled(
     counts: np.ndarray,
     state: Rows,
     entries: Sequence[int],
+    scores_first: bool = False,
 ) -> PoolSelection | None:
     """Return the tokens that a step of these rows pools, None if there are none.
 
     A row's tokens are adjacent in a step. `entries`: the index of each row in the plan.
+    `scores_first`: scores come from the state of the first token, not of the last one; steps then
+    have whole prompts.
     """
     if state.pooling.isdisjoint(rows):
         return None
@@ -66,6 +69,8 @@ def select_pooled(
         if skipped and not complete:
             continue
         chosen = range(first + skipped, first + count)
+        if scores_first and state.sampling[row].pooling == "score":
+            chosen = range(first, first + 1)
         begin = len(tokens)
         parts.append(
             PoolPart(entries[index], row, position + skipped, begin, begin + len(chosen), complete)

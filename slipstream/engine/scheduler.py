@@ -162,6 +162,7 @@ class Scheduler:
         preemptions = self._counters.preemptions
         began = self._clock()
         self._manager.begin_plan()
+        self.prompt_limits.begin_plan()
         budget = self._plan_running(plan, self.step_tokens)
         # Admit no request in a step that preempted: the freed blocks belong to the requests that
         # still run.
@@ -295,7 +296,7 @@ class Scheduler:
             budget = self.prompt_limits.prompt_tokens(plan, position, backlog, budget)
         for request in longer:
             budget -= self._schedule_up_to(
-                plan, request, self._chunk(request.deficit, budget), budget
+                plan, request, self._chunk(request, request.deficit, budget), budget
             )
         return budget
 
@@ -317,7 +318,7 @@ class Scheduler:
                 start = request.prompt_tokens - 1
                 found = source.blocks[: start // self.blocks.block_tokens]
             count = min(
-                self._chunk(first.known - start, budget),
+                self._chunk(first, first.known - start, budget),
                 self._manager.max_position(first, start) - start,
             )
             if count == 0 or not self._manager.can_admit(first, found, start + count, self.policy):
@@ -337,8 +338,10 @@ class Scheduler:
                 self._finish(request, "error", problem)
         return None
 
-    def _chunk(self, deficit: int, budget: int) -> int:
+    def _chunk(self, request: Request, deficit: int, budget: int) -> int:
         """Return how many tokens of a deficit fit into the budget; without chunks, all or none."""
+        if request.sampling.scores_prompt:
+            budget = self.prompt_limits.scored_tokens(budget)
         if not self.chunked and deficit > budget:
             return 0
         return min(deficit, budget)
@@ -419,6 +422,8 @@ class Scheduler:
         if request.scheduled < request.prompt_tokens:
             self._counters.context_requests += 1
             self._counters.context_tokens += count
+            if request.sampling.scores_prompt:
+                self.prompt_limits.add_scored(count)
         return add_entry(plan, request, count, draft_tokens)
 
     def _preempt(self, plan: StepPlan, request: Request) -> None:

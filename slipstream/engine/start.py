@@ -6,6 +6,7 @@ This module needs no torch. Models of torch, on a GPU or a CPU, come from `with_
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
 # One thread for the masks of guided requests: the matchers of a grammar share a lock, and a thread
 # that waits for it stops all others. On a CPU it would take a core from the model.
 _REVISION_THREADS = 1
+
+# A step that does not fit into memory ends an engine of several ranks. The logits of prompts with
+# scores grow with the prompt, so these prompts advance by this many tokens a step.
+_SCORED_TOKENS = 256
 
 
 class Weights(Protocol):
@@ -124,6 +129,7 @@ def create_engine(
     code_folder: where compiled code for a CPU is kept; None: it is compiled in memory.
     """
     began = time.monotonic()
+    settings = settings_of_model(spec, settings)
     ranks = ALONE if group is None else group.ranks
     limits = BuiltLimits(longest_sequence, most_step_tokens, most_rows, fp8_cache)
     if isinstance(weights, dict):
@@ -142,7 +148,7 @@ def create_engine(
         leader,
         ranks.size,
     )
-    scheduler = _create_scheduler(prepared, settings, adapters.cache)
+    scheduler = _create_scheduler(prepared, settings, adapters.cache, ranks.size)
     loaded = time.monotonic() - began
     info = _describe(scheduler, settings, prepared, ranks.size, loaded)
     return EngineLoop(scheduler, runner, info, prepared.sizes.depth, adapters, leader)
@@ -156,8 +162,23 @@ def create_follower(
     ranks: Ranks,
 ) -> Follower:
     """Create a following rank from its part of the weights."""
+    settings = settings_of_model(spec, settings)
     prepared = _prepare(spec, weights, settings, limits, _no_progress, None, ranks)
     return Follower(prepared.runner, prepared.store)
+
+
+def settings_of_model(spec: ModelSpec, settings: EngineSettings) -> EngineSettings:
+    """Return the settings that a model allows. Where attention goes in both directions, a prompt is
+    computed in one step, without cached blocks of others.
+    """
+    if spec.causal:
+        return settings
+    if settings.kernel_options.deterministic:
+        raise ValueError(
+            f"deterministic: {spec.architecture}, whose attention goes in both directions, has no "
+            "such form; remove the option"
+        )
+    return replace(settings, chunked=False, reuse=False, target_itl_ms=None)
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
@@ -239,7 +260,7 @@ def _prepare_compiled(
     from slipstream.engine.cpu.choice import choose_path, create_runner
     from slipstream.engine.cpu.model import CpuModel
 
-    path = choose_path(spec, settings.cpu_code, sizes.dtype, ranks.size)
+    path = choose_path(spec, settings.cpu_code, sizes.dtype, ranks)
     if path.level is None:
         return None
     arrays = weights.arrays()
@@ -307,10 +328,13 @@ def _add_host_cache(runner: StepRunner, settings: EngineSettings, blocks: int, r
 
 
 def _create_scheduler(
-    prepared: _Prepared, settings: EngineSettings, adapters: AdapterCache
+    prepared: _Prepared, settings: EngineSettings, adapters: AdapterCache, ranks: int
 ) -> Scheduler:
     sizes = prepared.sizes
     model = prepared.model
+    limits = _prompt_limits(settings, sizes.step_tokens, model.warm.tokens_per_second)
+    if ranks > 1:
+        limits.most_scored = max(_SCORED_TOKENS, model.parts.rows)
     pool = BlockPool(model.parts.blocks, settings.block_tokens, settings.reuse, prepared.host_slots)
     return Scheduler(
         pool,
@@ -325,7 +349,7 @@ def _create_scheduler(
         adapters=adapters,
         window=Window.from_rules(model.rules, sizes.longest),
         revision_threads=_REVISION_THREADS if sizes.on_gpu else 0,
-        prompt_limits=_prompt_limits(settings, sizes.step_tokens, model.warm.tokens_per_second),
+        prompt_limits=limits,
     )
 
 

@@ -217,13 +217,32 @@ class StepTimeModel:
 
 
 class PromptLimits:
-    """What limits the prompt tokens of a step with running streams: both, one or neither."""
+    """What limits the prompt tokens of a step: all of these, some or none."""
 
     def __init__(
-        self, target: StepBudget | None = None, spread: PromptSpread | None = None
+        self,
+        target: StepBudget | None = None,
+        spread: PromptSpread | None = None,
+        most_scored: int | None = None,
     ) -> None:
+        """target, spread: limit prompts beside running streams; most_scored: most prompt tokens of
+        a step that have scores, which need memory for all logits of each of them
+        """
         self._target = target
         self.spread = spread
+        self.most_scored = most_scored
+        self._scored = 0  # in the step that is planned
+
+    def begin_plan(self) -> None:
+        self._scored = 0
+
+    def scored_tokens(self, count: int) -> int:
+        """Return how many of `count` prompt tokens with scores the step may still have."""
+        return count if self.most_scored is None else min(count, self.most_scored - self._scored)
+
+    def add_scored(self, count: int) -> None:
+        """Take note of prompt tokens with scores in the step."""
+        self._scored += count
 
     def prompt_tokens(self, plan: StepPlan, position: int, backlog: int, budget: int) -> int:
         """Return how many prompt tokens to compute beside the streams of a plan.

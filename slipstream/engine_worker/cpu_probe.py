@@ -1,4 +1,7 @@
-"""Chooses the number format and the compiled code of the CPU, by trials in a child process.
+"""Chooses how a CPU computes a model: with compiled code or torch, and in which number format.
+
+Compiled code computes in bfloat16 with float32 sums, whatever instructions the CPU has. For torch,
+trials in a child process decide.
 
 Some machines report instructions that fault when used, such as virtual machines that hide half of
 AMX. The fault is a SIGILL, which no `except` can catch. A child process therefore runs a few matrix
@@ -9,31 +12,30 @@ version of torch or of the compiled code, so that only the first start runs the 
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
 import logging
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
+from slipstream.engine.cpu.support import unsupported
 from slipstream.engine.settings import EngineSettings
+from slipstream.engine_worker.code_trial import choose_code
+from slipstream.engine_worker.progress import show_progress
+from slipstream.engine_worker.trials import hash_of, read_results, run_trial, write_results
 from slipstream.kernels.cpu import machine
-from slipstream.kernels.cpu.compiler.levels import Level, possible_levels
 from slipstream.kernels.cpu.machine import read_cpu
-from slipstream.kernels.cpu.objects import source_hash
-from slipstream.weights.home import cpu_code_folder, slipstream_home
+from slipstream.model.spec import ModelSpec
+from slipstream.weights.home import slipstream_home
 
 logger = logging.getLogger(__name__)
-Stored = TypeVar("Stored")
 
 ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
-TIME_LIMIT_SECONDS = 60.0
 NATIVE_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is ARM's name for it
+# What a virtual machine may hide half of. torch computes adapters even where code is compiled.
+_DOUBTFUL_FLAGS = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,10 @@ class CpuChoice:
     isa: str = ""
 
 
-# The best comes first. Below AVX512_CORE_BF16, oneDNN emulates bfloat16: float32 is faster.
+COMPILED_DTYPE = "bfloat16"
+
+# What torch may compute in, the best first. Below AVX512_CORE_BF16, oneDNN emulates bfloat16:
+# float32 is faster.
 CANDIDATES = (
     CpuChoice("bfloat16"),
     CpuChoice("bfloat16", "AVX512_CORE_BF16"),
@@ -72,29 +77,35 @@ def trial_command(choice: CpuChoice) -> list[str]:
     return [sys.executable, "-P", "-c", TRIAL, choice.dtype]
 
 
-def code_command(level: Level, home: Path) -> list[str]:
-    folder = str(cpu_code_folder(home))
-    return [sys.executable, "-P", "-m", "slipstream.kernels.cpu.trial", level.name, folder]
-
-
-def prepare(settings: EngineSettings) -> EngineSettings:
+def prepare(settings: EngineSettings, spec: ModelSpec | None = None) -> EngineSettings:
     """Return the settings with device, format and code chosen if the engine runs on a CPU, and set
     the environment variables for them.
 
-    Must be called before torch is imported.
+    Must be called before torch is imported. spec: of the model; None: torch computes it
     """
     if not runs_on_cpu(settings):
         return settings
     settings = replace(settings, device="cpu")
     _limit_spinning()
     if settings.cpu_code == machine.AUTO:
-        settings = replace(settings, cpu_code=choose_code())
+        settings = replace(settings, cpu_code=choose_code(progress=show_progress))
     if settings.dtype != "auto":
         return settings
+    _, flags = read_cpu()
+    compiled = runs_compiled(settings, spec)
+    if compiled and not flags & _DOUBTFUL_FLAGS:
+        return replace(settings, dtype=COMPILED_DTYPE)
     choice = choose()
     if choice.isa:
         os.environ[ISA_VARIABLE] = choice.isa
-    return replace(settings, dtype=choice.dtype)
+    return replace(settings, dtype=COMPILED_DTYPE if compiled else choice.dtype)
+
+
+def runs_compiled(settings: EngineSettings, spec: ModelSpec | None) -> bool:
+    """Return whether compiled code computes a model in bfloat16. The code has been chosen."""
+    if spec is None or machine.choose_level(settings.cpu_code)[0] is None:
+        return False
+    return not unsupported(spec, COMPILED_DTYPE, settings.ranks or 1)
 
 
 def _limit_spinning() -> None:
@@ -125,38 +136,13 @@ def choose(
     model, flags = cpu if cpu is not None else read_cpu()
     key = _cache_key(model, flags)
     cache = (home if home is not None else slipstream_home()) / "cpu-probe.json"
-    known = _read_cache(cache, lambda value: CpuChoice(**value))
+    known = read_results(cache, lambda value: CpuChoice(**value))
     if key in known:
         return known[key]
+    logger.info("testing number formats of the CPU, at the first start only")
     choice = _try_candidates(command, flags)
-    _write_cache(cache, {name: asdict(one) for name, one in (known | {key: choice}).items()})
+    write_results(cache, {name: asdict(one) for name, one in (known | {key: choice}).items()})
     return choice
-
-
-def choose_code(
-    command: Callable[[Level, Path], Sequence[str]] = code_command,
-    cpu: tuple[str, frozenset[str]] | None = None,
-    home: Path | None = None,
-) -> str:
-    """Return the first instruction level whose compiled code works on this machine, or "off"."""
-    model, flags = cpu if cpu is not None else read_cpu()
-    home = home if home is not None else slipstream_home()
-    limit = os.environ.get(machine.VARIABLE, machine.AUTO)
-    machine.check_choice(limit)
-    levels = [level for level in possible_levels(flags) if limit in (machine.AUTO, level.name)]
-    if not levels:
-        return machine.OFF
-    cache = cpu_code_folder(home) / "trials.json"
-    key = _hash([model, " ".join(sorted(flags)), source_hash(), limit])
-    known = _read_cache(cache, str)
-    if key not in known:
-        known[key] = next(
-            (level.name for level in levels if _works(command(level, home), {})), machine.OFF
-        )
-        if known[key] == machine.OFF:
-            logger.warning("no compiled code passed the CPU trial; torch computes models")
-        _write_cache(cache, {key: known[key]})
-    return known[key]
 
 
 def explain(choice: CpuChoice, flags: frozenset[str]) -> str:
@@ -174,15 +160,6 @@ def explain(choice: CpuChoice, flags: frozenset[str]) -> str:
     return "the CPU has no instructions for bfloat16"
 
 
-def explain_code(name: str) -> str:
-    """Return what a choice of compiled code means in a few words."""
-    limit = os.environ.get(machine.VARIABLE)
-    cause = f" ({machine.VARIABLE}={limit})" if limit else ""
-    if name == machine.OFF:
-        return f"none, torch computes models{cause}"
-    return f"{name}, which passed a trial{cause}"
-
-
 def _try_candidates(
     command: Callable[[CpuChoice], Sequence[str]], flags: frozenset[str]
 ) -> CpuChoice:
@@ -192,57 +169,13 @@ def _try_candidates(
             continue
         if choice.isa and limited_by_user:
             continue
-        if _works(command(choice), {ISA_VARIABLE: choice.isa} if choice.isa else {}):
+        if run_trial(command(choice), {ISA_VARIABLE: choice.isa} if choice.isa else {}).passed:
             return choice
     logger.warning("no number format passed the CPU trial; using float32")
     return CpuChoice("float32")
 
 
-def _works(command: Sequence[str], variables: dict[str, str]) -> bool:
-    try:
-        trial = subprocess.run(
-            command,
-            env=os.environ | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=TIME_LIMIT_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return trial.returncode == 0
-
-
 def _cache_key(model: str, flags: frozenset[str]) -> str:
     parts = [model, " ".join(sorted(flags)), importlib.metadata.version("torch")]
     parts.append(os.environ.get(ISA_VARIABLE, ""))
-    return _hash(parts)
-
-
-def _hash(parts: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _read_cache(path: Path, parse: Callable[..., Stored]) -> dict[str, Stored]:
-    try:
-        return {key: parse(value) for key, value in json.loads(path.read_text()).items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        logger.warning("cannot read %s (%s); the CPU trial runs again", path, error)
-        return {}
-
-
-def _write_cache(path: Path, values: Mapping[str, object]) -> None:
-    text = json.dumps(values, indent=1)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(text)
-        temporary.replace(path)
-    except OSError as error:
-        logger.warning(
-            "cannot write the result of the CPU trial to %s (%s); the next start runs it again",
-            path,
-            error,
-        )
+    return hash_of(parts)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.engine.memory.cores import usable_cores
 from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
@@ -38,6 +39,7 @@ from slipstream.server.log.capture import capture_python_reports
 from slipstream.server.log.formats import RELAYED
 from slipstream.server.log.output import configure_log
 from slipstream.server.log.parent import die_with
+from slipstream.weights.engine_config import read_engine_config
 
 logger = logging.getLogger("slipstream.engine_worker.process")
 
@@ -57,8 +59,11 @@ def start_real_engine(
 
         return start_own_ranks(engine_folder, settings)
     on_gpu = not cpu_probe.runs_on_cpu(settings)
-    compiler = start_pool(_kernels_of(engine_folder, settings)) if on_gpu else None
-    settings = cpu_probe.prepare(settings)
+    compiler = _start_compiling(engine_folder, settings) if on_gpu else None
+    if place is None and not on_gpu:
+        settings = cpu_probe.prepare(settings, read_engine_config(engine_folder).spec)
+    else:
+        settings = cpu_probe.prepare(settings)
     try:
         if place is not None:
             from slipstream.engine_worker.ranks import start_leader
@@ -68,6 +73,10 @@ def start_real_engine(
     finally:
         if compiler is not None:
             compiler.close()
+
+
+def _start_compiling(engine_folder: str, settings: EngineSettings) -> CompilePool | None:
+    return start_pool(_kernels_of(engine_folder, settings), int(usable_cores()))
 
 
 def _start_one_rank(

@@ -22,6 +22,16 @@ def silu_gated(x: Tensor) -> Tensor:
     return gated(x, functional.silu)
 
 
+def clamped_gated(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return first half × sigmoid(alpha × first half) × (second half + 1), with both halves
+    bounded by limit, the first from above only: x [tokens, 2 * ffn] → [tokens, ffn].
+    """
+    activated, multiplied = x.chunk(2, dim=-1)
+    activated = activated.clamp(max=limit)
+    multiplied = multiplied.clamp(-limit, limit)
+    return activated * torch.sigmoid(activated * alpha) * (multiplied + 1.0)
+
+
 def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """Return activation(first half) × second half: x [tokens, 2 * ffn] → [tokens, ffn]."""
     activated, multiplied = x.chunk(2, dim=-1)

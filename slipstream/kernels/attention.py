@@ -63,23 +63,26 @@ class AttentionPlan:
     prefills: list[PrefillRow]
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
-        """Return [tokens, heads, head_size].
+        """Return [tokens, heads, head_size], or the rule's value_size.
 
         queries: [tokens, heads, head_size]; keys, values: [kv_heads, slots, head_size], with the
-        step's own tokens
+        step's own tokens; values are not read if the keys hold them
         """
         if len(self.decodes) == 1 and not self.prefills:
             return _attend_decode(queries, keys, values, self.decodes[0], self.block_tokens, rule)
-        output = queries.new_empty(queries.shape)
+        size = values.shape[-1] if rule.value_size is None else rule.value_size
+        output = queries.new_empty((*queries.shape[:2], size))
         for group in self.decodes:
             output[group.tokens] = _attend_decode(
                 queries[group.tokens], keys, values, group, self.block_tokens, rule
             )
         for row in self.prefills:
             length = row.length - row.first
-            k = gather(keys, row.where, 1, self.block_tokens)[0, :, :length]
-            v = gather(values, row.where, 1, self.block_tokens)[0, :, :length]
-            output[row.tokens] = _attend_prefill(queries[row.tokens], k, v, row, rule)
+            k = gather(keys, row.where, 1, self.block_tokens)
+            v = gather_values(k, values, row.where, self.block_tokens, rule)
+            output[row.tokens] = _attend_prefill(
+                queries[row.tokens], k[0, :, :length], v[0, :, :length], row, rule
+            )
         return output
 
 
@@ -135,14 +138,14 @@ def _attend_decode(
     """q: [rows, heads, head_size] → the same shape"""
     rows, heads, size = q.shape
     k = gather(keys, group.where, rows, block_tokens)  # [rows, kv_heads, length, size]
-    v = gather(values, group.where, rows, block_tokens)
+    v = gather_values(k, values, group.where, block_tokens, rule)
     if rule not in group.masks:
         group.masks[rule] = _decode_mask(group, rule, q.dtype)
     mask = group.masks[rule]
     # Queries that share a KV head become several queries of one head, so that keys are read once.
     grouped = q.reshape(rows, len(keys), heads // len(keys), size)
     few = rows * group.length < _GEMM_FROM_TOKENS or isinstance(group.where, slice)
-    if few and not rule.softcap and rule.slopes is None:
+    if few and not rule.softcap and rule.slopes is None and rule.sink_logits is None:
         out = functional.scaled_dot_product_attention(
             grouped, k, v, attn_mask=mask, scale=rule.scale
         )
@@ -151,9 +154,10 @@ def _attend_decode(
         if rule.slopes is not None:
             bias = position_bias(rule.slopes, group.first, group.first + group.length)
             scores = scores + bias.view(len(keys), -1, group.length)
-        weights = torch.softmax(scores if mask is None else scores.add_(mask), dim=-1)
+        scores = scores if mask is None else scores.add_(mask)
+        weights = softmax(scores, sink_logits(rule, scores, (len(keys), -1, 1)))
         out = torch.matmul(weights.to(v.dtype), v)
-    return out.reshape(rows, heads, size)
+    return out.reshape(rows, heads, -1)
 
 
 def _attend_prefill(
@@ -164,10 +168,13 @@ def _attend_prefill(
     Queries are taken in tiles: a tile skips the keys after it, and its scores stay in the CPU's
     cache.
     """
+    if not rule.causal:
+        return _attend_both_ways(q, k, v, rule)
     count, heads, size = q.shape
     group = heads // len(k)
     by_kv_head = (q * rule.scale).reshape(count, len(k), group, size).transpose(0, 1)
-    output = q.new_empty(q.shape)
+    value_size = v.shape[-1]
+    output = q.new_empty((count, heads, value_size))
     for begin in range(0, count, _TILE_TOKENS):
         end = min(begin + _TILE_TOKENS, count)
         first = row.start + begin  # position of the tile's first query
@@ -183,16 +190,45 @@ def _attend_prefill(
             bias = position_bias(rule.slopes, oldest, last)
             scores = scores + bias.view(len(k), 1, group, -1)
         scores += tile_mask(first, last, oldest, rule, q.dtype, q.device)[:, None, :]
-        weights = torch.softmax(scores, dim=-1).view(len(k), -1, last - oldest).to(v.dtype)
-        tile = torch.bmm(weights, v[:, keys]).view(len(k), end - begin, heads // len(k), size)
-        output[begin:end] = tile.transpose(0, 1).reshape(end - begin, heads, size)
+        weights = softmax(scores, sink_logits(rule, scores, (len(k), 1, group, 1)))
+        weights = weights.view(len(k), -1, last - oldest).to(v.dtype)
+        tile = torch.bmm(weights, v[:, keys]).view(len(k), end - begin, group, value_size)
+        output[begin:end] = tile.transpose(0, 1).reshape(end - begin, heads, value_size)
     return output
+
+
+def _attend_both_ways(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+    """Arguments and result as of `_attend_prefill`; every query attends to all keys."""
+    group = q.shape[1] // len(k)
+    keys = k.repeat_interleave(group, dim=0)
+    values = v.repeat_interleave(group, dim=0)
+    out = functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None], values[None], scale=rule.scale
+    )
+    return out[0].transpose(0, 1)
 
 
 def softcap(scores: Tensor, rule: AttentionRule) -> Tensor:
     if not rule.softcap:
         return scores
     return torch.tanh(scores / rule.softcap).mul_(rule.softcap)
+
+
+def sink_logits(rule: AttentionRule, scores: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """Return the sink logits of the heads in this shape, as `softmax` takes them."""
+    if rule.sink_logits is None:
+        return None
+    return torch.tensor(rule.sink_logits, dtype=scores.dtype, device=scores.device).view(shape)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the weights of the keys: [..., keys]. sinks: [..., 1], of the same number of
+    dimensions as scores or fewer, a logit beside those of the keys
+    """
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    beside = sinks.expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, beside), dim=-1), dim=-1)[..., :-1].contiguous()
 
 
 def position_bias(slopes: Slopes, first: int, last: int) -> Tensor:
@@ -217,6 +253,17 @@ def gather(cache: Tensor, where: Tensor | slice, rows: int, block_tokens: int) -
         return cache[None, :, where]
     blocks = cache.view(-1, block_tokens * size)  # [kv_heads * blocks, …]
     return blocks.index_select(0, where).view(rows, heads, -1, size)
+
+
+def gather_values(
+    k: Tensor, values: Tensor, where: Tensor | slice, block_tokens: int, rule: AttentionRule
+) -> Tensor:
+    """Return the values of gathered keys: k [rows, kv_heads, length, head_size] → the same, with
+    the size of values.
+    """
+    if rule.value_size is not None:
+        return k[..., : rule.value_size]
+    return gather(values, where, len(k), block_tokens)
 
 
 def _similar(rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

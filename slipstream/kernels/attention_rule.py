@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class Slopes:
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
     """A query attends to itself and the tokens before it: the last `window` tokens, and always the
-    first `sinks` tokens.
+    first `sinks` tokens. If it is not causal, to all tokens of its step, which has the whole
+    sequence.
     """
 
     scale: float  # factor of the scores query · key
@@ -27,8 +28,18 @@ class AttentionRule:
     # positions of a chunk: only keys of the query's own chunk are attended to; None: no limit
     chunk: int | None = None
     slopes: Slopes | None = None
+    causal: bool = True
+    # values are the leading elements of the keys, this many; None: values are cached beside keys
+    value_size: int | None = None
+    # A logit of each head that takes part in the softmax and adds nothing to the result; None: no
+    # such logits. Masks, which rules choose, do not depend on it.
+    sink_logits: tuple[float, ...] | None = field(default=None, compare=False)
 
 
-def cache_shape(layers: int, slots: int, kv_heads: int, head_size: int) -> tuple[int, ...]:
-    """Return the shape of a cache: layers, (keys, values), then one layer's keys."""
-    return (layers, 2, kv_heads, slots, head_size)
+def cache_shape(
+    layers: int, slots: int, kv_heads: int, head_size: int, vectors: int = 2
+) -> tuple[int, ...]:
+    """Return the shape of a cache: layers, (keys, values), then one layer's keys. vectors: 1 where
+    the keys hold the values
+    """
+    return (layers, vectors, kv_heads, slots, head_size)

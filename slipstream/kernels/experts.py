@@ -27,6 +27,25 @@ def route_by_sigmoid(logits: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
     return chosen, exact_sigmoid(best)
 
 
+def route_in_groups(
+    scores: Tensor, correction: Tensor | None, per_token: int, groups: int, groups_per_token: int
+) -> tuple[Tensor, Tensor]:
+    """Return the chosen experts of each token and their scores, float32: [tokens, per_token] each.
+
+    scores: float32 [tokens, experts]; correction: [experts], added to the scores that experts and
+    groups are chosen by. A group counts by its best expert, with a correction by its two best.
+    """
+    ranked = scores if correction is None else scores + correction
+    if groups_per_token < groups:
+        by_group = ranked.unflatten(1, (groups, -1))
+        best = by_group.topk(1 if correction is None else min(2, by_group.shape[2])).values.sum(-1)
+        kept = best.topk(groups_per_token, dim=-1).indices
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)
+        ranked = by_group.masked_fill(left_out[..., None], float("-inf")).flatten(1)
+    chosen = ranked.topk(per_token, dim=-1).indices
+    return chosen, scores.gather(1, chosen)
+
+
 def exact_sigmoid(x: Tensor) -> Tensor:
     """Return sigmoid(x) in x's type, computed in float64.
 

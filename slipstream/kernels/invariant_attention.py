@@ -15,7 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention import gather, position_bias, softcap, tile_mask
+from slipstream.kernels.attention import (
+    gather,
+    gather_values,
+    position_bias,
+    sink_logits,
+    softcap,
+    softmax,
+    tile_mask,
+)
 from slipstream.kernels.attention_rule import AttentionRule
 
 _TILE_TOKENS = 16  # positions of a tile of queries
@@ -39,11 +47,12 @@ class InvariantAttentionPlan:
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
         """Return [tokens, heads, head_size]; arguments as of `AttentionPlan.attend`."""
-        output = queries.new_empty(queries.shape)
+        size = values.shape[-1] if rule.value_size is None else rule.value_size
+        output = queries.new_empty((*queries.shape[:2], size))
         for tile in self.tiles:
-            k = gather(keys, tile.where, 1, self.block_tokens)[0]
-            v = gather(values, tile.where, 1, self.block_tokens)[0]
-            output[tile.tokens] = _attend(queries[tile.tokens], k, v, tile, rule)
+            k = gather(keys, tile.where, 1, self.block_tokens)
+            v = gather_values(k, values, tile.where, self.block_tokens, rule)
+            output[tile.tokens] = _attend(queries[tile.tokens], k[0], v[0], tile, rule)
         return output
 
 
@@ -84,7 +93,7 @@ def _blocks(table: np.ndarray, length: int, used: int, block_tokens: int) -> np.
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, tile: QueryTile, rule: AttentionRule) -> Tensor:
-    """q: [queries, heads, head_size]; k, v: [kv_heads, length, head_size] → as q"""
+    """q: [queries, heads, head_size]; k, v: [kv_heads, length, size] → as q, with the size of v"""
     count, heads, size = q.shape
     group = heads // len(k)
     whole = q.new_zeros((_TILE_TOKENS, heads, size))
@@ -100,7 +109,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, tile: QueryTile, rule: AttentionRul
         bias = position_bias(rule.slopes, 0, k.shape[1])
         scores = scores + bias.view(len(k), 1, group, -1)
     scores += tile.masks[rule][:, None, :]
-    weights = torch.softmax(scores, dim=-1).view(len(k), -1, k.shape[1]).to(v.dtype)
-    result = torch.bmm(weights, v).view(len(k), _TILE_TOKENS, group, size)
+    weights = softmax(scores, sink_logits(rule, scores, (len(k), 1, group, 1)))
+    weights = weights.view(len(k), -1, k.shape[1]).to(v.dtype)
+    result = torch.bmm(weights, v).view(len(k), _TILE_TOKENS, group, v.shape[-1])
     kept = result[:, tile.offset : tile.offset + count]
-    return kept.transpose(0, 1).reshape(count, heads, size)
+    return kept.transpose(0, 1).reshape(count, heads, v.shape[-1])

@@ -8,12 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.experts import exact_sigmoid, mixture, route, route_by_sigmoid
-from slipstream.kernels.linear import Linear
+from slipstream.kernels.experts import (
+    exact_sigmoid,
+    mixture,
+    route,
+    route_by_sigmoid,
+    route_in_groups,
+)
+from slipstream.kernels.linear import Linear, UnquantisedLinear
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.linear import Tensors
-from slipstream.model.spec import ModelSpec
+from slipstream.model.spec import Experts, ModelSpec
 
+_SMALLEST_SUM = 1e-20  # of routing weights: sigmoids may all be 0
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -32,7 +39,11 @@ class Mixture:
     ) -> None:
         assert spec.experts is not None
         self.experts = spec.experts
-        self.router = source.linear(f"{name}.router", spec.experts.count, spec.hidden_size, False)
+        self.router = _take_router(spec, spec.experts, source, f"{name}.router")
+        self.correction: Tensor | None = None
+        if spec.experts.corrected:
+            shape = (spec.experts.count,)
+            self.correction = source.take(f"{name}.router_correction.weight", shape, torch.float32)
         build = gpu_experts if source.device.type == "cuda" else cpu_experts
         held = spec.experts.held_by(ranks.rank, ranks.size)
         self.run_experts = build(spec, source, f"{name}.experts", activate, held)
@@ -48,13 +59,8 @@ class Mixture:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] → [tokens, hidden]"""
-        experts = self.experts
-        logits = self.router(x)
-        if experts.scoring == "sigmoid":
-            chosen, weights = route_by_sigmoid(logits, experts.per_token)
-        else:
-            chosen, weights = route(logits, experts.per_token, experts.normalised)
-        if experts.weighted_inputs:
+        chosen, weights = self._route(x)
+        if self.experts.weighted_inputs:
             mixed = self._run_on_weighted(x, chosen, weights)
         else:
             mixed = self.run_experts(x, chosen, weights)
@@ -65,6 +71,29 @@ class Mixture:
             shared = exact_sigmoid(self.shared_weight(x)) * shared
         return mixed + shared
 
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts and their routing weights: [tokens, per_token] each."""
+        experts = self.experts
+        logits = self.router(x.float() if experts.exact_router else x)
+        if experts.groups > 1 or experts.corrected:
+            scores = logits.float()
+            sigmoid = experts.scoring == "sigmoid"
+            scores = exact_sigmoid(scores) if sigmoid else scores.softmax(dim=-1)
+            chosen, weights = route_in_groups(
+                scores,
+                self.correction,
+                experts.per_token,
+                experts.groups,
+                experts.groups_per_token,
+            )
+            if experts.normalised:
+                weights = weights / (weights.sum(dim=-1, keepdim=True) + _SMALLEST_SUM)
+        elif experts.scoring == "sigmoid":
+            chosen, weights = route_by_sigmoid(logits, experts.per_token)
+        else:
+            chosen, weights = route(logits, experts.per_token, experts.normalised)
+        return chosen, weights * experts.routed_scale if experts.routed_scale != 1.0 else weights
+
     def _run_on_weighted(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of the experts' outputs for inputs that the routing weights scale: a row
         for each token and expert, so that the experts run once.
@@ -74,6 +103,16 @@ class Mixture:
         ones = torch.ones((len(pairs), 1), dtype=weights.dtype, device=x.device)
         outputs = self.run_experts(pairs, chosen.reshape(-1, 1), ones)
         return outputs.view(scaled.shape).sum(dim=1)
+
+
+def _take_router(spec: ModelSpec, experts: Experts, source: Tensors, name: str) -> Linear:
+    if not experts.exact_router:
+        return source.linear(name, experts.count, spec.hidden_size, experts.biases)
+    weight = source.take(f"{name}.weight", (experts.count, spec.hidden_size), torch.float32)
+    bias: Tensor | None = None
+    if experts.biases:
+        bias = source.take(f"{name}.bias", (experts.count,), torch.float32)
+    return source.in_form(UnquantisedLinear(weight, bias))
 
 
 @dataclass(frozen=True)
@@ -97,8 +136,9 @@ def cpu_experts(
     assert spec.experts is not None
     count = len(held)
     ffn_size = spec.experts.ffn_size
-    up_projs = source.linears(f"{name}.gate_up", count, 2 * ffn_size, spec.hidden_size)
-    down_projs = source.linears(f"{name}.proj", count, spec.hidden_size, ffn_size)
+    biases = spec.experts.biases
+    up_projs = source.linears(f"{name}.gate_up", count, 2 * ffn_size, spec.hidden_size, biases)
+    down_projs = source.linears(f"{name}.proj", count, spec.hidden_size, ffn_size, biases)
     experts = [
         Expert(up_proj, activate, down_proj)
         for up_proj, down_proj in zip(up_projs, down_projs, strict=True)

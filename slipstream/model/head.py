@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from slipstream.kernels import linear_dispatch
 from slipstream.kernels.inputs import Input, plain
@@ -33,6 +36,7 @@ class Head:
         self._vocab_size = spec.vocab_size
         self._each = len(spec.vocabulary_of(0, ranks.size))
         own_tokens = spec.vocabulary_of(ranks.rank, ranks.size)
+        self._first = own_tokens.start
         rows = len(own_tokens)
         if ranks.size > 1:
             embedding = embedding[own_tokens.start : own_tokens.stop]
@@ -67,6 +71,12 @@ class Head:
             return self._own_logits(x, out)
         return self._ranks.join(self._own_logits(x, None), self._each, self._vocab_size, out)
 
+    def best_tokens(self, x: Input) -> tuple[Tensor, Tensor]:
+        """Return the largest logit of each sample and its token, the lowest of equals: what an
+        argmax of all logits gives. Ranks exchange one logit each, and no part of the vocabulary.
+        """
+        return self._ranks.likeliest(self._own_logits(x, None), self._first)
+
     def _own_logits(self, x: Input, out: Tensor | None) -> Tensor:
         """Return the logits of this rank's part of the vocabulary: [samples, part]."""
         logits = self.linear(x) if self.fp32_linear is None else self.fp32_linear(x, out)
@@ -86,6 +96,25 @@ class Head:
         if not self.softcap:
             return logits
         return logits.float().div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+def score_layer(spec: ModelSpec, source: Tensors) -> Callable[[Tensor], Tensor] | None:
+    """Return the output layer of a classifier: [hidden] float32 → [labels]."""
+    if not spec.labels:
+        return None
+    weight = source.take("score.weight", (spec.labels, spec.hidden_size), torch.float32)
+    if not spec.score_dense:
+        return partial(functional.linear, weight=weight)
+    bias = source.take("score.bias", (spec.labels,), torch.float32)
+    shape = (spec.hidden_size, spec.hidden_size)
+    dense = source.take("score_dense.weight", shape, torch.float32)
+    dense_bias = source.take("score_dense.bias", (spec.hidden_size,), torch.float32)
+
+    def score(state: Tensor) -> Tensor:
+        middle = torch.tanh(functional.linear(state, dense, dense_bias))
+        return functional.linear(middle, weight, bias)
+
+    return score
 
 
 def recompute_top_logits(

@@ -73,15 +73,17 @@ class Tensors:
             f"{name}.weight: {weight.dtype} {shape} is no form of [{outputs}, {inputs}]"
         )
 
-    def linears(self, name: str, count: int, outputs: int, inputs: int) -> list[Linear]:
+    def linears(
+        self, name: str, count: int, outputs: int, inputs: int, bias: bool = False
+    ) -> list[Linear]:
         """Return the `count` linear layers whose weights `name`.weight holds one after another."""
-        for kind in ("weight", "scales"):
+        for kind in ("weight", "scales", "bias"):
             stacked = self._left.get(f"{name}.{kind}")
             if stacked is not None and stacked.shape[0] == count * outputs:
                 del self._left[f"{name}.{kind}"]
                 for index, part in enumerate(stacked.chunk(count)):
                     self._left[f"{name}.{index}.{kind}"] = part
-        return [self.linear(f"{name}.{i}", outputs, inputs, False) for i in range(count)]
+        return [self.linear(f"{name}.{i}", outputs, inputs, bias) for i in range(count)]
 
     def stacked(
         self, name: str, count: int, outputs: int, inputs: int

@@ -1,10 +1,10 @@
 """Rotary frequencies of every scaling kind, as one table over all positions.
 
 A table holds, for each position, cos and sin of position × frequency for every pair of a head. A
-token's key never depends on how its prompt was cut into steps, nor on the rest of its sequence.
-Dynamic scaling, which depends on the length of the sequence, is resolved per position: the token at
-position p is rotated as in a sequence of p + 1 tokens. The two lists of factors of longrope cannot
-be mixed in one sequence, so that the longest served sequence chooses the list. Needs no torch.
+token's key never depends on how its prompt was cut into steps, nor on the rest of its sequence. So
+models with dynamic scaling, which depends on the length of the sequence, are served up to the
+trained length, where it changes nothing. The two lists of factors of longrope cannot be mixed in
+one sequence, so that the longest served sequence chooses the list. Needs no torch.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def rotary_table(
         frequencies = _plain_frequencies(theta, size)[None, :]
         scale = 1.0
     else:
-        frequencies, scale = _frequencies(spec, size, position)  # [positions or 1, size / 2]
+        frequencies, scale = _frequencies(spec, size, positions)  # [1, size / 2]
     angles = position[:, None] * frequencies
     cosine = np.cos(angles) * np.float32(scale)
     sine = np.sin(angles) * np.float32(scale)
     return np.concatenate((cosine, cosine), axis=-1), np.concatenate((-sine, sine), axis=-1)
 
 
-def _frequencies(spec: ModelSpec, size: int, position: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return frequencies [positions or 1, size / 2] and the factor of cos and sin."""
+def _frequencies(spec: ModelSpec, size: int, positions: int) -> tuple[np.ndarray, float]:
+    """Return frequencies [1, size / 2] and the factor of cos and sin."""
     plain = _plain_frequencies(spec.rope_theta, size)[None, :]
     scaling = spec.rope_scaling
     if scaling is None:
@@ -51,33 +51,20 @@ def _frequencies(spec: ModelSpec, size: int, position: np.ndarray) -> tuple[np.n
     original = scaling.original_positions or spec.max_positions
     if scaling.kind == "linear":
         return plain / np.float32(scaling.factor), 1.0
-    if scaling.kind == "dynamic":
-        return _dynamic(spec.rope_theta, size, scaling.factor, original, position), 1.0
     if scaling.kind == "llama3":
         return _llama3(plain, scaling, original), 1.0
     if scaling.kind == "yarn":
         return _yarn(plain, scaling, spec.rope_theta, size, original), _yarn_scale(scaling)
     if scaling.kind == "longrope":
-        factors = scaling.short_factors if len(position) <= original else scaling.long_factors
+        factors = scaling.short_factors if positions <= original else scaling.long_factors
         frequencies = plain / np.array(factors, dtype=np.float32)
         return frequencies, _longrope_scale(scaling, spec, original)
-    raise ValueError(f"unknown rope scaling {scaling.kind!r}")
+    raise ValueError(f"RoPE scaling {scaling.kind!r} is not served: import the model again")
 
 
 def _plain_frequencies(theta: float, size: int) -> np.ndarray:
     exponent = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
     frequencies: np.ndarray = np.float32(1.0) / np.float32(theta) ** exponent
-    return frequencies
-
-
-def _dynamic(
-    theta: float, size: int, factor: float, original: int, position: np.ndarray
-) -> np.ndarray:
-    """Grow the base with the length once the sequence is longer than the trained context."""
-    length = np.maximum(position + 1, original).astype(np.float64)
-    base = theta * ((factor * length / original) - (factor - 1)) ** (size / (size - 2))
-    exponent = np.arange(0, size, 2, dtype=np.float64) / size
-    frequencies: np.ndarray = (1.0 / (base[:, None] ** exponent)).astype(np.float32)
     return frequencies
 
 

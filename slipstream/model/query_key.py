@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.attention_rule import Slopes
-from slipstream.kernels.ranks import Ranks
+from slipstream.kernels.attention_rule import AttentionRule, Slopes
+from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.linear import Tensors
 from slipstream.model.norms import norm_weight
 from slipstream.model.spec import Alibi, ModelSpec, QueryScaling
@@ -38,6 +38,13 @@ class HeadNorm:
         normal = normal * self.weight
         return normal if self.bias is None else normal + self.bias
 
+    def with_mean(self, x: Tensor, mean: Tensor) -> Tensor:
+        """Return x [tokens, heads, head_size] normalised, float32. mean: [tokens], the mean of the
+        squares of all heads, those of other ranks included
+        """
+        normal = x.float() * torch.rsqrt(mean + self.epsilon)[:, None, None]
+        return normal * self.weight
+
 
 @dataclass(frozen=True)
 class PreparedHeads:
@@ -49,6 +56,7 @@ class PreparedHeads:
     q_norm: HeadNorm | None
     k_norm: HeadNorm | None
     scaling: QueryScaling | None
+    ranks: Ranks
 
     def __call__(self, heads: Tensor, positions: Tensor) -> Tensor:
         """heads: [tokens, heads + 2 * kv_heads, head_size], queries first → the same"""
@@ -56,14 +64,31 @@ class PreparedHeads:
             heads = heads.clamp(-self.clip, self.clip)
         queries, keys, values = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            queries = self.q_norm(queries)
-            keys = self.k_norm(keys)
+            if self.q_norm.together and self.ranks.size > 1:
+                queries, keys = self._normalise_all(queries, keys, self.q_norm, self.k_norm)
+            else:
+                queries = self.q_norm(queries)
+                keys = self.k_norm(keys)
         if self.scaling is not None:
             queries = queries * _query_scale(self.scaling, positions)[:, None, None]
         return torch.cat((queries.to(values.dtype), keys.to(values.dtype), values), dim=1)
 
+    def _normalise_all(
+        self, queries: Tensor, keys: Tensor, q_norm: HeadNorm, k_norm: HeadNorm
+    ) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, each normalised over the heads of all ranks.
 
-def prepared_heads(spec: ModelSpec, layer: int, source: Tensors, name: str) -> PreparedHeads | None:
+        All ranks have the same number of heads, so the mean of their means is that of all heads. A
+        KV head that several ranks hold counts as often as every other one.
+        """
+        means = [x.float().square().mean(dim=(1, 2)) for x in (queries, keys)]
+        q_mean, k_mean = (self.ranks.sum(torch.stack(means)) / self.ranks.size).unbind()
+        return q_norm.with_mean(queries, q_mean), k_norm.with_mean(keys, k_mean)
+
+
+def prepared_heads(
+    spec: ModelSpec, layer: int, source: Tensors, name: str, ranks: Ranks = ALONE
+) -> PreparedHeads | None:
     """Return the changes of a layer; None: there are none. name: of the layer's attention"""
     q_norm: HeadNorm | None = None
     k_norm: HeadNorm | None = None
@@ -74,7 +99,7 @@ def prepared_heads(spec: ModelSpec, layer: int, source: Tensors, name: str) -> P
     scaling = spec.query_scaling if spec.scales_queries(layer) else None
     if q_norm is None and scaling is None and not spec.qkv_clip:
         return None
-    return PreparedHeads(spec.heads, spec.kv_heads, spec.qkv_clip, q_norm, k_norm, scaling)
+    return PreparedHeads(spec.heads, spec.kv_heads, spec.qkv_clip, q_norm, k_norm, scaling, ranks)
 
 
 def norms_in_kernel(spec: ModelSpec, layer: int) -> bool:
@@ -95,6 +120,10 @@ def check_device(spec: ModelSpec, device: torch.device) -> None:
     missing = {
         "position biases (ALiBi)": spec.alibi is not None,
         "attention in chunks": spec.attention_chunk is not None,
+        "attention in both directions": not spec.causal,
+        "sink logits": spec.sink_logits,
+        "multi-head latent attention": spec.latent is not None,
+        "experts with biases": spec.experts is not None and spec.experts.biases,
     }
     needed = [name for name, is_needed in missing.items() if is_needed]
     if needed and device.type == "cuda":
@@ -102,6 +131,20 @@ def check_device(spec: ModelSpec, device: torch.device) -> None:
             f"{spec.architecture} needs {' and '.join(needed)}, which the GPU kernels lack: run it "
             "on a CPU with --device cpu"
         )
+
+
+def attention_rule(spec: ModelSpec, layer: int, ranks: Ranks) -> AttentionRule:
+    """Return what a layer's queries attend to, without its sink logits."""
+    slopes = None if spec.alibi is None else attention_slopes(spec.alibi, spec.heads, ranks)
+    return AttentionRule(
+        spec.scale_of_layer(layer),
+        spec.window_of_layer(layer),
+        softcap=spec.attention_softcap,
+        chunk=spec.chunk_of_layer(layer),
+        slopes=slopes,
+        causal=spec.causal,
+        value_size=None if spec.latent is None else spec.latent.kv_rank,
+    )
 
 
 def attention_slopes(alibi: Alibi, heads: int, ranks: Ranks) -> Slopes:

@@ -12,7 +12,21 @@ Tensor names, in a checkpoint and in an engine. Weights are [out_features, in_fe
     attention.q_layernorm.weight  [head_size]   with qk-norm; k_layernorm likewise
                                   [heads * head_size] and [kv_heads * head_size] if heads have
                                   weights of their own, see `qk_norm_kind`
-    attention.dense.weight        [hidden, heads * head_size]   the output projection (o_proj)
+    attention.sinks.weight        [heads]   with sink logits
+
+with latent attention in place of qkv, where a query has plain_size elements, then rope_size:
+
+    attention.q_a.weight          [query_rank, hidden]   if queries have a latent vector
+    attention.q_a_layernorm.weight  [query_rank]
+    attention.q_b.weight          [heads * query_size, query_rank or hidden]
+    attention.kv_a.weight         [kv_rank + rope_size, hidden]
+    attention.kv_a_layernorm.weight  [kv_rank]
+    attention.kv_b.weight         [heads * (plain_size + value_size), kv_rank]
+
+then for all:
+
+    attention.dense.weight        [hidden, heads * head_size]   the output projection (o_proj);
+                                  with latent attention heads * value_size
     post_layernorm.weight         [hidden]
     pre_feedforward_layernorm, post_feedforward_layernorm
                                   with output norms: post_layernorm then normalises the output of
@@ -24,6 +38,7 @@ Tensor names, in a checkpoint and in an engine. Weights are [out_features, in_fe
 and in place of fc, gate and proj, where a layer has experts, whose rows follow each other:
 
     mlp.router.weight             [experts, hidden]
+    mlp.router_correction.weight  [experts]   always float32; if routing is corrected
     mlp.experts.gate_up.weight    [experts * 2 * expert_ffn, hidden]
     mlp.experts.proj.weight       [experts * hidden, expert_ffn]
     mlp.shared.gate_up.weight     [2 * shared_ffn, hidden]   the expert of all tokens, if any
@@ -36,6 +51,7 @@ Outside the layers:
     transformer.project_in.weight          [hidden, embedding]
     transformer.project_out.weight         [embedding, hidden]
     transformer.position_embedding.weight  [positions, hidden]   learned positions only
+    transformer.type_embedding.weight      [token_types, hidden]
     transformer.ln_embed.weight            [hidden]   if the embeddings are normalised
     transformer.ln_f.weight                [hidden]   if there is a final norm
     lm_head.weight                         [vocab, embedding]   absent if the embeddings are tied
@@ -47,11 +63,33 @@ the two.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal
 
+from slipstream.model.options import (
+    Alibi,
+    ClampedGate,
+    Experts,
+    LatentAttention,
+    QueryScaling,
+    RopeKind,
+    RopeScaling,
+    check_sizes,
+)
+
+__all__ = [
+    "Alibi",
+    "ClampedGate",
+    "Experts",
+    "LatentAttention",
+    "ModelSpec",
+    "QueryScaling",
+    "RopeKind",
+    "RopeScaling",
+]
+
 # Several times what any model has: a config with larger counts is damaged.
-_MOST_EXPERTS = 4096
 MOST_LAYERS = 4096
 _FP8_SENSITIVE_BELOW = 2048  # hidden size
 # A rank's part of a large vocabulary is a multiple of this, as the kernels of a GPU want it.
@@ -59,89 +97,9 @@ _VOCABULARY_MULTIPLE = 64
 _ALIGNED_VOCABULARY_FROM = 1024  # tokens of a part; smaller parts are not rounded
 
 
-RopeKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
 # shared: the same weights for all heads; head: weights for each head; all: one norm over the heads
 # together; plain: each head without weights, in layers with RoPE only
 QkNormKind = Literal["shared", "head", "all", "plain"]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """The scaling of rotary frequencies beyond the trained context. Unused fields keep their
-    default.
-    """
-
-    kind: RopeKind
-    factor: float = 1.0
-    original_positions: int = 0
-    low_frequency_factor: float = 1.0  # llama3
-    high_frequency_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    # yarn, longrope: scale of cos and sin; None: the formula's own
-    attention_factor: float | None = None
-    mscale: float | None = None  # yarn
-    mscale_all_dim: float | None = None  # yarn
-    truncate: bool = True  # yarn
-    short_factors: tuple[float, ...] = ()  # longrope
-    long_factors: tuple[float, ...] = ()  # longrope
-
-
-@dataclass(frozen=True)
-class QueryScaling:
-    """Queries at later positions are scaled up: by 1 + beta * log(1 + floor((position + offset) /
-    interval)).
-    """
-
-    beta: float
-    interval: int  # tokens
-    offset: int = 0
-    unrotated_only: bool = False  # in the layers without RoPE only
-
-
-@dataclass(frozen=True)
-class Alibi:
-    """Position biases of attention: the score of a query and a key falls with their distance. Each
-    head has its own slope.
-    """
-
-    largest_exponent: float = 8.0  # the slopes are 2 ** -exponent, in equal steps up to this one
-    scale: float = 1.0  # factor of the biases
-    rounded: bool = False  # whether slopes and biases are rounded to bfloat16
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts, with a few experts per token."""
-
-    count: int
-    per_token: int
-    ffn_size: int
-    normalised: bool = True  # whether the routing weights of a token sum to 1
-    shared_ffn_size: int = 0  # size of the expert that every token takes; 0: no such expert
-    shared_router: bool = True  # whether a router of its own weighs the shared expert
-    # routing weights: softmax over all experts, or the sigmoid of the chosen experts' logits
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    weighted_inputs: bool = False  # whether the routing weights scale inputs, not outputs
-    layers: tuple[bool, ...] | None = None  # layers that have experts; None: all
-
-    def __post_init__(self) -> None:
-        _check_sizes(self, "count", "per_token", "ffn_size")
-        if self.shared_ffn_size:
-            _check_sizes(self, "shared_ffn_size")
-        if not 0 < self.per_token <= self.count <= _MOST_EXPERTS:
-            raise ValueError(
-                f"{self.per_token} experts a token, of {self.count}; the most are {_MOST_EXPERTS}"
-            )
-
-    def held_by(self, rank: int, ranks: int) -> range:
-        """Return the experts of a rank: a range of whole experts if their number can be divided,
-        else all of them, with a part of each.
-        """
-        if self.count % ranks:
-            return range(self.count)
-        each = self.count // ranks
-        return range(rank * each, (rank + 1) * each)
 
 
 @dataclass(frozen=True)
@@ -157,6 +115,7 @@ class ModelSpec:
     max_positions: int
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"] = "silu"
     gated_mlp: bool = True
+    clamped_gate: ClampedGate | None = None  # with activation "silu"
     norm: Literal["rms", "layer"] = "rms"
     norm_epsilon: float = 1e-6
     norm_offset: float = 0.0  # added to the stored weights of norms
@@ -171,8 +130,12 @@ class ModelSpec:
     residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
     logit_scale: float = 1.0
     attention_scale: float | None = None  # factor of the scores; None: 1 / sqrt(head_size)
+    scale_by_layer: bool = False  # whether the scores of layer i are divided by i + 1, too
+    # whether each head has a logit that takes part in the softmax and adds nothing to the result
+    sink_logits: bool = False
     attention_softcap: float = 0.0  # bound of the scores; 0: none
     final_softcap: float = 0.0  # bound of the logits; 0: none
+    latent: LatentAttention | None = None  # one KV head, of a size that this option determines
     attention_chunk: int | None = (
         None  # tokens attend within chunks of this length; None: no chunks
     )
@@ -193,6 +156,8 @@ class ModelSpec:
     qk_norm_kind: QkNormKind = "shared"
     qk_norm_bias: bool = False
     tied_embeddings: bool = False
+    causal: bool = True  # False: tokens attend to the whole prompt, which is computed in one step
+    token_types: int = 0  # kinds of tokens, with an embedding each; all tokens have the first one
     sliding_window: int | None = None  # tokens that a token attends to, with itself
     sliding_layers: tuple[bool, ...] | None = None  # layers with the window; None: all
     experts: Experts | None = None
@@ -200,9 +165,11 @@ class ModelSpec:
     final_norm: bool = True
     embedding_size: int = 0  # 0: the hidden size; else linear layers project from and to it
     labels: int = 0  # outputs of the score layer; 0: there is none
+    # with labels: whether a linear layer and tanh precede the score layer, and both have biases
+    score_dense: bool = False
 
     def __post_init__(self) -> None:
-        _check_sizes(
+        check_sizes(
             self,
             "vocab_size",
             "hidden_size",
@@ -221,6 +188,9 @@ class ModelSpec:
             raise ValueError(
                 f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
             )
+        latent = self.latent
+        if latent is not None and (self.kv_heads, self.head_size) != (1, latent.cached_size):
+            raise ValueError(f"latent attention has one KV head of {latent.cached_size} elements")
         self._check_layer_lists()
         self._check_norms()
 
@@ -267,6 +237,19 @@ class ModelSpec:
         return self.q_size + 2 * self.kv_size
 
     @property
+    def attended_size(self) -> int:
+        """Elements that attention returns for a token: the inputs of the output projection."""
+        latent = self.latent
+        return self.heads * (self.head_size if latent is None else latent.value_size)
+
+    @property
+    def cached_vectors(self) -> int:
+        """Vectors of a KV head that the cache holds for a token: a key and a value, or one for
+        both.
+        """
+        return 2 if self.latent is None else 1
+
+    @property
     def embedding_width(self) -> int:
         return self.embedding_size or self.hidden_size
 
@@ -300,6 +283,11 @@ class ModelSpec:
         slides = self.sliding_layers is None or self.sliding_layers[layer]
         return self.sliding_window if slides else None
 
+    def scale_of_layer(self, layer: int) -> float:
+        """Return the factor of a layer's scores."""
+        scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
+        return scale / (layer + 1) if self.scale_by_layer else scale
+
     def rotates_layer(self, layer: int) -> bool:
         """Return whether a layer has RoPE."""
         return self.position == "rope" and (
@@ -326,6 +314,16 @@ class ModelSpec:
             return self.head_size, self.head_size
         return self.q_size, self.kv_size
 
+    @property
+    def qk_norm_per_head(self) -> bool:
+        """Whether each head has its own weights of the norms of queries and keys."""
+        return self.qk_norm_kind in ("head", "all")
+
+    @property
+    def has_layer_norm_of_all_heads(self) -> bool:
+        """Whether one layer norm covers all queries, and one all keys."""
+        return self.qk_norm and self.qk_norm_kind == "all" and self.norm == "layer"
+
     def kv_heads_of(self, rank: int, ranks: int) -> range:
         """Return the KV heads of a rank. With fewer heads than ranks, several ranks have the same
         one.
@@ -349,7 +347,7 @@ class ModelSpec:
 
     def parameters(self) -> int:
         """Return the number of weights, which a decode step reads."""
-        attention = self.hidden_size * self.qkv_size + self.q_size * self.hidden_size
+        attention = self._attention_inputs() + self.attended_size * self.hidden_size
         ffn = 0
         for layer in range(self.layers):
             experts = self.experts_of_layer(layer)
@@ -363,6 +361,15 @@ class ModelSpec:
         )
         head = 0 if self.tied_embeddings else self.vocab_size * self.embedding_width
         return self.layers * attention + mlp + embedding + head
+
+    def _attention_inputs(self) -> int:
+        """Return the number of a layer's weights that make queries, keys and values."""
+        latent = self.latent
+        if latent is None:
+            return self.hidden_size * self.qkv_size
+        queries = (latent.query_rank or self.hidden_size) * self.heads * latent.query_size
+        keys = latent.kv_rank * self.heads * (latent.plain_size + latent.value_size)
+        return queries + keys + self.hidden_size * (latent.query_rank + latent.cached_size)
 
     def to_config(self) -> dict[str, Any]:
         """Return the JSON form, under the unified checkpoint's key names."""
@@ -384,10 +391,9 @@ class ModelSpec:
         for name in ("sliding_layers", "rotated_layers"):
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
-        if values.get("query_scaling") is not None:
-            values["query_scaling"] = QueryScaling(**values["query_scaling"])
-        if values.get("alibi") is not None:
-            values["alibi"] = Alibi(**values["alibi"])
+        for name, kind in _GROUPS.items():
+            if values.get(name) is not None:
+                values[name] = kind(**values[name])
         if values.get("experts") is not None:
             layers = values["experts"].get("layers")
             values["experts"] = Experts(**{**values["experts"], "layers": layers and tuple(layers)})
@@ -406,6 +412,7 @@ _CONFIG_KEYS = {
     "max_positions": "max_position_embeddings",
     "activation": "hidden_act",
     "gated_mlp": "gated_mlp",
+    "clamped_gate": "clamped_gate",
     "norm": "norm",
     "norm_epsilon": "norm_epsilon",
     "norm_offset": "norm_offset",
@@ -420,8 +427,11 @@ _CONFIG_KEYS = {
     "residual_scale": "residual_scale",
     "logit_scale": "logit_scale",
     "attention_scale": "attention_scale",
+    "scale_by_layer": "scale_attn_by_inverse_layer_idx",
+    "sink_logits": "attention_sinks",
     "attention_softcap": "attn_logit_softcapping",
     "final_softcap": "final_logit_softcapping",
+    "latent": "latent_attention",
     "attention_chunk": "attention_chunk_size",
     "query_scaling": "query_scaling",
     "position": "position_embedding_type",
@@ -447,6 +457,16 @@ _CONFIG_KEYS = {
     "final_norm": "final_norm",
     "embedding_size": "word_embed_proj_dim",
     "labels": "num_labels",
+    "causal": "is_causal",
+    "token_types": "type_vocab_size",
+    "score_dense": "score_dense",
+}
+# groups of options that hold plain values only
+_GROUPS: dict[str, Callable[..., object]] = {
+    "alibi": Alibi,
+    "clamped_gate": ClampedGate,
+    "latent": LatentAttention,
+    "query_scaling": QueryScaling,
 }
 _REQUIRED_KEYS = [
     _CONFIG_KEYS[name]
@@ -464,14 +484,7 @@ _REQUIRED_KEYS = [
 ]
 
 
-def _check_sizes(holder: Experts | ModelSpec, *names: str) -> None:
-    for name in names:
-        value = getattr(holder, name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}, and must be a number of at least 1")
-
-
 def _plain(value: Any) -> Any:
-    if isinstance(value, RopeScaling | Experts | QueryScaling | Alibi):
+    if is_dataclass(value) and not isinstance(value, type):
         return {key: _plain(item) for key, item in asdict(value).items()}
     return list(value) if isinstance(value, tuple) else value

@@ -9,17 +9,15 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels import packed_cache
-from slipstream.kernels.activation import ACTIVATIONS, gated
 from slipstream.kernels.adapter_layout import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
 from slipstream.kernels.adapters import StepAdapters
-from slipstream.kernels.attention_rule import AttentionRule, cache_shape
+from slipstream.kernels.attention_rule import cache_shape
 from slipstream.kernels.inputs import Input, pick, plain
 from slipstream.kernels.linear import (
     FusedLinear,
@@ -32,13 +30,15 @@ from slipstream.kernels.normalisation import Norm
 from slipstream.kernels.operations import Attention, Operations, operations_on
 from slipstream.kernels.options import KernelOptions
 from slipstream.kernels.ranks import ALONE, Ranks
+from slipstream.model.activation import mlp_activation
 from slipstream.model.experts import Mixture
-from slipstream.model.head import Head
+from slipstream.model.head import Head, score_layer
+from slipstream.model.latent_attention import LatentHeads
 from slipstream.model.linear import Tensors
 from slipstream.model.norms import normed_sum, take_norm
 from slipstream.model.position import rotary_table
 from slipstream.model.query_key import (
-    attention_slopes,
+    attention_rule,
     check_device,
     head_weights,
     norms_in_kernel,
@@ -107,8 +107,9 @@ class Transformer:
             for index in range(spec.layers)
         ]
         self.final_norm = take_norm(spec, source, "transformer.ln_f") if spec.final_norm else None
+        self.ranks = ranks
         self.head = Head(spec, source, self.embedding, ranks)
-        self.score = _score_layer(spec, source)
+        self.score = score_layer(spec, source)
         source.close()
         for layer, following in itertools.pairwise(self.layers):
             layer.set_consumer(following.input_norm, following.qkv)
@@ -124,6 +125,10 @@ class Transformer:
         if spec.position == "learned":
             shape = (spec.max_positions, spec.hidden_size)
             self.position_embedding = source.take("transformer.position_embedding.weight", shape)
+            if spec.token_types:
+                shape = (spec.token_types, spec.hidden_size)
+                types = source.take("transformer.type_embedding.weight", shape, torch.float32)
+                self.position_embedding = self.position_embedding.float() + types[0]
         else:
             rotated = filter(spec.rotates_layer, range(spec.layers))
             for theta in {spec.theta_of_layer(index) for index in rotated}:
@@ -170,6 +175,11 @@ class Transformer:
 
         The first `sinks` tokens of a sequence are always attended to, as part of the window.
         """
+        if not self.spec.causal:
+            raise ValueError(
+                "attention_windows: the model's attention goes in both directions; remove them "
+                "(max_attention_window_size)"
+            )
         for index, layer in enumerate(self.layers if windows else ()):
             given = windows[index % len(windows)]
             window = min(given, layer.rule.window or given)
@@ -177,14 +187,18 @@ class Transformer:
 
     def new_cache(self, slots: int) -> Tensor:
         """Return an empty cache for the keys and values of all layers, in attention's layout."""
-        shape = cache_shape(self.spec.layers, slots, self.spec.kv_heads, self._cached_elements)
+        spec = self.spec
+        shape = cache_shape(
+            spec.layers, slots, spec.kv_heads, self._cached_elements, spec.cached_vectors
+        )
         return torch.zeros(shape, dtype=self.cache_dtype, device=self.device)
 
     @property
     def cached_bytes(self) -> int:
         """Bytes that a token takes in the cache."""
-        elements = 2 * self.spec.layers * self.spec.kv_heads * self._cached_elements
-        return elements * self.cache_dtype.itemsize
+        spec = self.spec
+        vectors = spec.cached_vectors * spec.layers * spec.kv_heads
+        return vectors * self._cached_elements * self.cache_dtype.itemsize
 
     @property
     def _cached_elements(self) -> int:
@@ -195,6 +209,10 @@ class Transformer:
     def __call__(self, step: Step, cache: Tensor) -> Tensor:
         """Return the logits [samples, vocab], float32 on a CPU. cache: from `new_cache`."""
         return self.head(self.final_states(step, cache), step.logits)
+
+    def best_tokens(self, step: Step, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest logit of each sample and its token: [samples] each."""
+        return self.head.best_tokens(self.final_states(step, cache))
 
     def logits_and_states(self, step: Step, cache: Tensor, logits: int) -> tuple[Tensor, Tensor]:
         """Return the logits of the first `logits` samples, and the final states of the others.
@@ -248,14 +266,6 @@ def _embedding_norm(spec: ModelSpec, source: Tensors) -> Norm | None:
     return replace(norm, dtype=torch.float32)  # the residual stream's type
 
 
-def _score_layer(spec: ModelSpec, source: Tensors) -> Callable[[Tensor], Tensor] | None:
-    """Return the output layer of a classifier: [hidden] float32 → [labels]."""
-    if not spec.labels:
-        return None
-    weight = source.take("score.weight", (spec.labels, spec.hidden_size), torch.float32)
-    return partial(functional.linear, weight=weight)
-
-
 class Layer:
     def __init__(
         self,
@@ -275,13 +285,7 @@ class Layer:
             self.add_norm = partial(ranks.sum_add_norm, add_norm=operations.add_norm)
         self.index = index
         self.dtype = source.dtype
-        scale = spec.attention_scale or spec.head_size**-0.5
-        window = spec.window_of_layer(index)
-        self.rule = AttentionRule(
-            scale, window, softcap=spec.attention_softcap, chunk=spec.chunk_of_layer(index)
-        )
-        if spec.alibi is not None:
-            self.rule = replace(self.rule, slopes=attention_slopes(spec.alibi, spec.heads, ranks))
+        self.rule = attention_rule(spec, index, ranks)
         self.theta = spec.theta_of_layer(index)
         self.rotates = spec.rotates_layer(index)
         name = f"transformer.layers.{index}"
@@ -289,7 +293,7 @@ class Layer:
         up_proj = f"{name}.mlp.{'gate_up' if spec.gated_mlp else 'fc'}"
         self._take_norms(source, name, up_proj)
         fp8_middle = source.takes_fp8_inputs(f"{name}.mlp.proj")
-        self.activate = _activation(spec, operations, fp8_middle)
+        self.activate = mlp_activation(spec, operations, fp8_middle)
         # fused kernels for a single token: linear layer, residual addition and the next norm
         self.fused_o_proj: FusedLinear | None = None
         self.fused_down_proj: FusedLinear | None = None
@@ -312,17 +316,27 @@ class Layer:
         if spec.input_norms:
             qkv = f"{name}.attention.qkv"
             self.input_norm = take_norm(spec, source, f"{name}.input_layernorm", qkv)
-        self.qkv = source.linear(
-            f"{name}.attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias
-        )
+        self.latent: LatentHeads | None = None
+        if spec.latent is not None:
+            self.latent = LatentHeads(spec, source, f"{name}.attention")
+            self.qkv = self.latent.keys_down
+        else:
+            self.qkv = source.linear(
+                f"{name}.attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias
+            )
         self.q_norm: Tensor | None = None
         self.k_norm: Tensor | None = None
         if norms_in_kernel(spec, self.index):
             self.q_norm = head_weights(spec, source, f"{name}.attention.q_layernorm")
             self.k_norm = head_weights(spec, source, f"{name}.attention.k_layernorm")
-        self.prepare_heads = prepared_heads(spec, self.index, source, f"{name}.attention")
+        self.prepare_heads = prepared_heads(
+            spec, self.index, source, f"{name}.attention", self.ranks
+        )
+        if spec.sink_logits:
+            sinks = source.take(f"{name}.attention.sinks.weight", (spec.heads,), torch.float32)
+            self.rule = replace(self.rule, sink_logits=tuple(sinks.tolist()))
         self.o_proj = source.linear(
-            f"{name}.attention.dense", spec.hidden_size, spec.q_size, spec.o_proj_bias
+            f"{name}.attention.dense", spec.hidden_size, spec.attended_size, spec.o_proj_bias
         )
 
     def _take_norms(self, source: Tensors, name: str, up_proj: str) -> None:
@@ -421,8 +435,11 @@ class Layer:
         return self.operations.add_norm(hidden, delta, norm)
 
     def attention(self, x: Input, step: Step, rope: RopeTables | None, cache: Tensor) -> Tensor:
-        """x: [tokens, hidden]; cache: a layer of `new_cache` → [tokens, heads * head_size]"""
+        """x: [tokens, hidden]; cache: a layer of `new_cache` → [tokens, attended_size]"""
         spec = self.spec
+        if self.latent is not None:
+            assert rope is not None
+            return self.latent(x, step.slots, rope, cache, step.attention, self.rule)
         keys, values = cache.unbind()
         qkv = self._adapted(self.qkv(x), x, step, QKV)
         heads = qkv.view(-1, spec.heads + 2 * spec.kv_heads, spec.head_size)
@@ -460,15 +477,3 @@ class Layer:
         if step.adapters is not None:
             step.adapters.add(y, plain(x), self.index, linear)
         return y
-
-
-def _activation(spec: ModelSpec, operations: Operations, fp8: bool) -> Callable[[Tensor], Any]:
-    """Return the function between the MLP's two linear layers: [tokens, 2 * ffn], or [tokens, ffn]
-    without a gate → an `Input` [tokens, ffn].
-    """
-    activation = ACTIVATIONS[spec.activation]
-    if not spec.gated_mlp:
-        return activation
-    if spec.activation != "silu":
-        return partial(gated, activation=activation)
-    return operations.silu_gated_quantised if fp8 else operations.silu_gated

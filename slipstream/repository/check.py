@@ -35,6 +35,7 @@ _TEMPLATES = {
 # Kind and release of the repositories that `slipstream import` writes.
 _IMPORTED = ("imported", "those of slipstream import")
 _INDEX = re.compile(r"\[(\d+)\]")
+_DOT = re.compile(r"\.")
 _STEP_MAP_PATH = re.compile(r"ensemble_scheduling\.step\.[^.]+(\.(input_map|output_map))?")
 _TENSOR_SETTING_PATH = re.compile(
     r"(input|output)\.[^.]+\.(data_type|dims|optional|allow_ragged_batch|reshape\.shape)"
@@ -67,7 +68,6 @@ def check_repository(path: str | Path) -> Problems:
             _compare(
                 repository.models[name].config, shapes[name], (kind, release, template), problems
             )
-    problems.found.sort(key=lambda problem: (not problem.fatal, problem.file, problem.line))
     return problems
 
 
@@ -121,7 +121,8 @@ def _compare(
     for path in extra:
         # read_parameters has already reported unknown parameters
         if _is_named(path) and not path.startswith("parameters."):
-            text = f"repositories like {release} do not have it{_suggest_name(path, missing)}"
+            hint = _suggest_name(path, missing) if problems.keeps_warnings(str(file)) else ""
+            text = f"repositories like {release} do not have it{hint}"
             problems.warn(file, ours.lines[path], path, text)
     for path in ours.lines.keys() & expected.lines.keys():
         _compare_value(path, ours, expected, config, release, problems)
@@ -158,11 +159,12 @@ def _format_value(value: Any) -> str:
 
 def _drop_nested(paths: Iterable[str]) -> list[str]:
     """Return the paths without those below another path of the list."""
-    chosen: list[str] = []
-    for path in sorted(set(paths)):
-        if not any(path.startswith(f"{whole}.") for whole in chosen):
-            chosen.append(path)
-    return chosen
+    chosen: dict[str, None] = {}
+    for path in sorted(set(paths)):  # a path comes after those that it is nested in
+        ends = (match.start() for match in _DOT.finditer(path))
+        if not any(path[:end] in chosen for end in ends):
+            chosen[path] = None
+    return list(chosen)
 
 
 def _is_named(path: str) -> bool:

@@ -16,7 +16,7 @@ from slipstream.repository.schema import VARIABLE_DEFAULTS, FileReading
 from slipstream.repository.sequences import SequenceBatching, check_sequences, sequence_batching
 
 CONFIG_NAME = "config.pbtxt"
-MAX_CONFIG_BYTES = 4 << 20
+MAX_CONFIG_BYTES = 1 << 20  # the largest templates have 20 KB
 _PLACEHOLDER = re.compile(r"\$\{([^{}\s]*)\}")
 _TRUE = ("true", "1")
 _FALSE = ("false", "0")

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from slipstream.repository.config import EnsembleStep, ModelConfig
 from slipstream.repository.problems import Problems, did_you_mean
 
+_MAX_STEPS = 500  # the time to order the steps grows with the square
+
 
 def check_graph(config: ModelConfig, models: Mapping[str, ModelConfig], problems: Problems) -> None:
     """Report unknown models, unknown or unmapped tensors, tensors with two sources, and cycles."""
@@ -16,6 +18,10 @@ def check_graph(config: ModelConfig, models: Mapping[str, ModelConfig], problems
 
     if not config.ensemble_steps:
         error("ensemble_scheduling", "an ensemble needs at least one step")
+    if len(config.ensemble_steps) > _MAX_STEPS:
+        count = len(config.ensemble_steps)
+        error("ensemble_scheduling", f"has {count} steps; at most {_MAX_STEPS} are possible")
+        return
     sources = {tensor.name: "the ensemble's input" for tensor in config.inputs}
     for position, step in enumerate(config.ensemble_steps):
         key = f"ensemble_scheduling.step[{position}]"

@@ -226,13 +226,13 @@ def _read_folders(
 def _read_model(
     folder: Path, override: Mapping[str, Any] | None, problems: Problems
 ) -> RepositoryModel | None:
-    known = len(problems.errors)
+    known = problems.count(fatal=True)
     config = read_model_config(folder, problems, override)
     if config is None:
         return None
     if not _NAME.fullmatch(folder.name):
         problems.error(folder, 0, "", "a model's name may hold letters, digits, '.', '_' and '-'")
-    malformed = len(problems.errors) > known
+    malformed = problems.count(fatal=True) > known
     role = find_role(config)
     parameters = read_parameters(config, role, problems)
     versions = find_versions(folder, config, role, problems)

@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 MAX_DEPTH = 64  # limit on nested messages; config.pbtxt needs 6
+MAX_VALUES = 20_000  # limit on fields and items of lists; the largest templates have 700
+MAX_NAME_CHARACTERS = 256  # of a field's name
+MAX_STRING_CHARACTERS = 65_536  # of one string as written
 
 Kind = Literal["string", "number", "word", "placeholder"]
 
 _TOKEN = re.compile(
     r"""
-    (?P<space>[ \t\r\n\f\v\ufeff]+|\#[^\n]*)
+    (?P<space>(?:[ \t\r\n\f\v\ufeff]++|\#[^\n]*+)++)
   | (?P<placeholder>\$\{[^{}\s]*\})
   | (?P<number>0[xX][0-9a-fA-F]+|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?[fF]?)
   | (?P<word>[A-Za-z_][A-Za-z0-9_.]*)
-  | (?P<string>"(?:[^"\\\n]|\\[^\n])*"|'(?:[^'\\\n]|\\[^\n])*')
+  | (?P<string>"(?:[^"\\\n]++|\\[^\n])*+"|'(?:[^'\\\n]++|\\[^\n])*+')
   | (?P<mark>[{}<>\[\]:,;-])
     """,
     re.VERBOSE,
@@ -45,6 +48,12 @@ _SIMPLE_ESCAPES = {
     b"?": b"?",
 }
 _CLOSING = {"{": "}", "<": ">"}
+_MAX_CHARACTERS = {
+    "word": MAX_NAME_CHARACTERS,
+    "number": MAX_NAME_CHARACTERS,
+    "placeholder": MAX_NAME_CHARACTERS,
+    "string": MAX_STRING_CHARACTERS,
+}
 
 
 class PbtxtError(ValueError):
@@ -96,8 +105,13 @@ def _tokens(text: str) -> Iterator[_Token]:
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:
-            raise PbtxtError(line, _unreadable(text[position:]))
+            raise PbtxtError(line, _unreadable(text[position : position + 2]))
         kind = match.lastgroup or ""
+        most = _MAX_CHARACTERS.get(kind)
+        if most is not None and match.end() - position > most:
+            raise PbtxtError(
+                line, f"a {kind} of {match.end() - position} characters; at most {most} are read"
+            )
         if kind != "space":
             yield _Token(kind, match.group(), line)
         line += match.group().count("\n")
@@ -119,6 +133,7 @@ class _Parser:
         self.tokens = tokens
         self.next = next(tokens)
         self.depth = 0
+        self.values = 0
 
     def take(self) -> _Token:
         token = self.next
@@ -150,7 +165,13 @@ class _Parser:
             yield from self.field(self.take())
             self.accept(",", ";")
 
+    def count_value(self) -> None:
+        self.values += 1
+        if self.values > MAX_VALUES:
+            raise PbtxtError(self.next.line, f"more than {MAX_VALUES} fields and items of lists")
+
     def field(self, name: _Token) -> Iterator[Field]:
+        self.count_value()
         colon = self.accept(":")
         if self.accept("["):
             values = list(self.list_values())
@@ -169,6 +190,7 @@ class _Parser:
 
     def list_values(self) -> Iterator[Scalar | Message]:
         while not self.accept("]"):
+            self.count_value()
             if self.next.kind == "mark" and self.next.text in _CLOSING:
                 yield self.message()
             else:
@@ -202,6 +224,7 @@ class _Parser:
     def string(self, first: _Token) -> str:
         pieces = [_unescape(first)]
         while self.next.kind == "string":  # adjacent strings are concatenated, as in C
+            self.count_value()
             pieces.append(_unescape(self.take()))
         try:
             return b"".join(pieces).decode("utf-8")

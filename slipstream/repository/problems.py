@@ -6,8 +6,13 @@ Each problem is one line: the file, the line, the key, what is wrong, and what i
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
+_MOST_ERRORS = 20  # of one file that are kept
+_MOST_WARNINGS = 100  # a template with unfilled variables has about 60
+_MOST_CHARACTERS = 600  # of a problem's text or key
 
 
 @dataclass(frozen=True)
@@ -25,23 +30,71 @@ class Problem:
 
 @dataclass
 class Problems:
-    """The problems found so far. Every reader of a repository adds to the same list."""
+    """The problems found so far. Every reader of a repository adds to the same list.
 
-    found: list[Problem] = field(default_factory=list)
+    A file that is wrong in every line has as many problems as lines, so the first of each file are
+    kept and the others counted.
+    """
+
+    _kept: list[Problem] = field(default_factory=list)
+    _counts: Counter[tuple[str, bool]] = field(default_factory=Counter)  # by file and `fatal`
 
     def error(self, file: object, line: int, key: str, text: str) -> None:
-        self.found.append(Problem(str(file), line, key, text))
+        self._add(Problem(str(file), line, _shorten(key), _shorten(text)))
 
     def warn(self, file: object, line: int, key: str, text: str) -> None:
-        self.found.append(Problem(str(file), line, key, text, fatal=False))
+        self._add(Problem(str(file), line, _shorten(key), _shorten(text), fatal=False))
+
+    def keeps_errors(self, file: str) -> bool:
+        """Return whether the text of another error of this file would be kept."""
+        return self._counts[file, True] < _MOST_ERRORS
+
+    def keeps_warnings(self, file: str) -> bool:
+        return self._counts[file, False] < _MOST_WARNINGS
+
+    @property
+    def found(self) -> list[Problem]:
+        """Return the problems, errors first, then by file and line."""
+
+        def order(problem: Problem) -> tuple[bool, str, bool, int]:
+            return (not problem.fatal, problem.file, problem in rest, problem.line)
+
+        rest = [*self._count_rest(fatal=True), *self._count_rest(fatal=False)]
+        return sorted([*self._kept, *rest], key=order)
 
     @property
     def errors(self) -> tuple[Problem, ...]:
-        return tuple(problem for problem in self.found if problem.fatal)
+        return (*(problem for problem in self._kept if problem.fatal), *self._count_rest(True))
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        return tuple(problem for problem in self.found if not problem.fatal)
+        return (*(problem for problem in self._kept if not problem.fatal), *self._count_rest(False))
+
+    def count(self, fatal: bool) -> int:
+        """Return the number of errors or warnings, with those that were not kept."""
+        return sum(count for (_, kind), count in self._counts.items() if kind is fatal)
+
+    def _add(self, problem: Problem) -> None:
+        most = _MOST_ERRORS if problem.fatal else _MOST_WARNINGS
+        if self._counts[problem.file, problem.fatal] < most:
+            self._kept.append(problem)
+        self._counts[problem.file, problem.fatal] += 1
+
+    def _count_rest(self, fatal: bool) -> Iterator[Problem]:
+        """Yield a line for each file that has more problems than were kept."""
+        most = _MOST_ERRORS if fatal else _MOST_WARNINGS
+        noun = "errors" if fatal else "warnings"
+        for (file, kind), count in self._counts.items():
+            if kind is fatal and count > most:
+                yield Problem(file, 0, "", f"and {count - most} more {noun}", fatal)
+
+
+def _shorten(text: str) -> str:
+    """Return a text whose middle is left out if it is long, as a file's own texts may be."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    half = _MOST_CHARACTERS // 2
+    return f"{text[:half]} … {text[-half:]}"
 
 
 class RepositoryError(Exception):

@@ -291,7 +291,8 @@ class FileReading:
         for item in message.fields:
             where = f"{path}{item.name}"
             if item.name not in declared:
-                hint = did_you_mean(item.name, declared)
+                keeps = self.problems.keeps_errors(self.file)
+                hint = did_you_mean(item.name, declared) if keeps else ""
                 self.problems.error(self.file, item.line, where, f"there is no such field{hint}")
                 continue
             kind = declared[item.name]
@@ -430,7 +431,7 @@ def _scalar(kind: str, value: Scalar) -> tuple[str, Any]:
     if kind in ENUMS:
         if value.text in ENUMS[kind]:
             return "", value.text
-        return wrong + did_you_mean(value.text, ENUMS[kind]), None
+        return wrong + did_you_mean(value.text[:100], ENUMS[kind]), None
     number = _number(kind, value.text)
     if number is None:
         return wrong, None

@@ -17,7 +17,17 @@ from slipstream.weights.whole_file import write_whole
 _SCRIPT = '''#!/usr/bin/env python3
 """The same as `slipstream {command}`."""
 
-from slipstream.cli.compat.scripts import script
+import sys
+
+try:
+    from slipstream.cli.compat.scripts import script
+except ModuleNotFoundError as error:
+    if error.name != "slipstream":
+        raise
+    sys.exit(
+        f"error: slipstream is not installed for {{sys.executable}}; activate the virtual "
+        "environment that has it, or call this script with its Python"
+    )
 
 script("{command}")
 '''

@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.engine.memory.cores import usable_cores
@@ -31,6 +30,7 @@ from slipstream.server.frontends.count import choose_count
 from slipstream.server.frontends.ports import PortError, Ports
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.log.output import HANDLER
+from slipstream.server.log.start_times import StartTimes, report_loading
 from slipstream.server.options import ALL_MODELS, ServerOptions, is_loopback
 
 if TYPE_CHECKING:
@@ -118,12 +118,14 @@ def _run_server(
         models = _models_to_load(options, reading)
         startable = reading.list_startable_engines(models)
         engines.expect(reading.repository.engines[name] for name in startable)
+        times = StartTimes(options.prepare_seconds)
         for name in startable:
             engines.spawn(reading.repository.engines[name])
+        times.engines_spawned()
         frontends = _start_frontends(options, ports, engines)
         import uvloop
 
-        server = _Server(options, reading, models, engines, ports, factories, frontends)
+        server = _Server(options, reading, models, engines, ports, factories, frontends, times)
         return uvloop.run(server.run(early_signals))
     finally:
         if frontends is not None:
@@ -189,7 +191,7 @@ def _read_repository(options: ServerOptions, factories: Sequence[ModelFactory]) 
     ):
         for problem in reading.problems.errors:
             logger.error(str(problem))
-        count = len(reading.problems.errors)
+        count = reading.problems.count(fatal=True)
         places = ", ".join(str(path) for path in options.repositories)
         cause = f"{count} problems in {places}, listed above"
         if count == 1:
@@ -232,7 +234,9 @@ class _Server:
         ports: Ports,
         factories: Sequence[ModelFactory],
         frontends: Frontends | None,
+        times: StartTimes,
     ) -> None:
+        self._times = times
         self._options = options
         self._reading = reading
         self._models = models
@@ -260,8 +264,13 @@ class _Server:
             )
             await services.attach_frontends()
             loading = asyncio.ensure_future(services.load(self._models, self._reading))
-            if not await self._first(loading):
-                return 0
+            reports = asyncio.ensure_future(report_loading(self._slow_models()))
+            try:
+                if not await self._first(loading):
+                    return 0
+            finally:
+                reports.cancel()
+            self._times.models_loaded()
             _log_models(services.loader.rows(), self._engines)
             self._check_loaded(services, loading.result())
             await services.open(self._ports)
@@ -271,6 +280,11 @@ class _Server:
         if self._options.announce:
             self._announce()
         return await self._serve(services)
+
+    def _slow_models(self) -> list[str]:
+        """Return the models that can take long to load: engines, or all without an engine."""
+        engines = self._reading.repository.engines
+        return [name for name in self._models if name in engines] or self._models
 
     def _check_loaded(self, services: Services, failed: dict[str, str]) -> None:
         if not failed or not self._options.exit_on_error:
@@ -357,7 +371,8 @@ class _Server:
             host = "localhost"
         port = self._ports.http.getsockname()[1]
         scheme = "http" if self._options.http_certificate is None else "https"
-        lines = [self._describe_start_time()]
+        loaded = (engine.info for _, engine in self._engines.items() if engine.info is not None)
+        lines = [self._times.describe(info.load_seconds for info in loaded)]
         if self._options.frontends > 1:
             lines.append(f"Serving:  with {self._options.frontends} front ends")
         if self._reading.repository.pipelines:
@@ -386,30 +401,10 @@ class _Server:
             f"OpenAI:   {place}/v1   chat: {place}/ or {chat}",
         ]
 
-    def _describe_start_time(self) -> str:
-        """Return how long the start took. Engines load in parallel, so the slowest counts."""
-        whole = round(_process_seconds(), 1)
-        loads = [
-            round(engine.info.load_seconds, 1)
-            for _, engine in self._engines.items()
-            if engine.info is not None
-        ]
-        parts = ""
-        if loads:
-            parts = f": {max(loads):.1f} s to load, {whole - max(loads):.1f} s for the rest"
-        return f"Ready:    in {whole:.1f} s{parts}"
-
 
 def _patience(deadline: float) -> float:
     """Return the seconds until the exit timeout, or a moment after it."""
     return max(LEAST_PATIENCE_SECONDS, deadline - time.monotonic())
-
-
-def _process_seconds() -> float:
-    """Return the age of this process."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
 def _example_model(repository: Repository) -> str:

@@ -68,6 +68,7 @@ class ServerOptions:
     cluster: ClusterOptions | None = None  # None: all ranks of engines are on this machine
     supervision: Supervision = field(default_factory=Supervision)
     engine_command: Sequence[str] = ENGINE_COMMAND
+    prepare_seconds: float = 0.0  # spent on the import of a model before the server started
     announce: bool = True  # whether to print the addresses and a command to try
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -81,6 +82,9 @@ def build_engine(
     if _is_built(output, plan, wanted_ranks):
         return output
     check_disk(output, file_size(engine_layout(opened.spec, plan.dtype, plan.quantisation)))
+    if "torch" not in sys.modules:
+        progress("loading torch, which reads the weights", 0, 0)
+        import torch  # noqa: F401
     with whole_folder(output, CONFIG_NAME, _old_files(output)) as staging:
         _write_folder(opened, plan, staging, progress, wanted_ranks)
     return output

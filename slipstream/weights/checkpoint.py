@@ -23,10 +23,11 @@ from slipstream.weights.engine_config import (
     read_pooling_defaults,
 )
 from slipstream.weights.parameters import (
-    DTYPE_CODES,
+    DTYPE_NAMES,
     Shape,
     TensorSlot,
     checkpoint_shapes,
+    plain_code,
 )
 from slipstream.weights.rank_split import (
     Part,
@@ -37,11 +38,11 @@ from slipstream.weights.rank_split import (
     rank_parameters,
     slice_part,
 )
-from slipstream.weights.sources.hf_folder import read_json
 from slipstream.weights.sources.source import (
     Source,
     SourceError,
     compute_fingerprint,
+    read_json,
     read_tokenizer_files,
 )
 from slipstream.weights.stream import (
@@ -145,9 +146,11 @@ def plan_checkpoint(
 def _rank_layout(plan: CheckpointPlan, spec: ModelSpec, rank: int) -> dict[str, TensorSlot]:
     """Return the tensors of a rank's file."""
     whole = checkpoint_shapes(spec)
-    code = DTYPE_CODES[plan.dtype]
     return {
-        stored: TensorSlot(code, _rank_part(plan, spec, name, whole[name], rank).shape(whole[name]))
+        stored: TensorSlot(
+            plain_code(name, plan.dtype),
+            _rank_part(plan, spec, name, whole[name], rank).shape(whole[name]),
+        )
         for stored, name in rank_parameters(spec, plan.details, rank).items()
     }
 
@@ -204,7 +207,7 @@ def _rank_pieces(
     for stored, name in rank_parameters(source.spec, plan.details, rank).items():
         part = _rank_part(plan, source.spec, name, whole[name], rank)
         for block in slice_part(parameter_rows(source, (name,)), part):
-            yield stored, tensor_bytes(block, plan.dtype)
+            yield stored, tensor_bytes(block, DTYPE_NAMES[plain_code(name, plan.dtype)])
 
 
 def _is_written(output: Path, plan: CheckpointPlan) -> bool:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.engine.adapters.cache import AdapterSource, ModuleMatrices
 from slipstream.weights.engine_config import CONFIG_NAME
-from slipstream.weights.sources.hf_folder import read_json
-from slipstream.weights.sources.source import SourceError
+from slipstream.weights.sources.source import SourceError, read_json
 from slipstream.weights.whole_folder import whole_folder
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from slipstream.kernels.block_sizes import BLOCK_SIZES
-from slipstream.model.spec import Experts, ModelSpec
+from slipstream.model.spec import Experts, LatentAttention, ModelSpec
 
 Shape = tuple[int, ...]
 ITEM_BYTES = {
@@ -36,6 +36,9 @@ PLAIN_FORMS = frozenset(DTYPE_CODES.values())  # forms of stored rows that are n
 _LINEARS = (
     ".attention.qkv.weight",
     ".attention.dense.weight",
+    ".attention.q_a.weight",
+    ".attention.q_b.weight",
+    ".attention.kv_a.weight",
     ".mlp.gate_up.weight",
     ".mlp.fc.weight",
     ".mlp.proj.weight",
@@ -44,6 +47,8 @@ _LINEARS = (
     ".mlp.shared.gate_up.weight",
     ".mlp.shared.proj.weight",
 )
+# 16 bits would round scores that differ by little, and other experts would be chosen
+_CORRECTION = ".mlp.router_correction.weight"
 _GROUP_SIZE = 32  # group of int4; larger groups lose more accuracy than the bytes they save
 _EMBEDDING = "transformer.vocab_embedding.weight"
 _HEAD = "lm_head.weight"
@@ -123,7 +128,9 @@ def choose_quantisation(
         return Quantisation("FP8", kv_cache=kv_cache, excluded=_exclude_from_fp8(spec))
     if weight_only != "int4":
         raise ValueError(f"precision {weight_only!r} of the weights is not one of int8, int4, fp8")
-    inputs = (spec.hidden_size, spec.q_size, spec.embedding_width, *spec.ffn_sizes)
+    inputs = [spec.hidden_size, spec.attended_size, spec.embedding_width, *spec.ffn_sizes]
+    if spec.latent is not None and spec.latent.query_rank:
+        inputs.append(spec.latent.query_rank)
     if all(count % _GROUP_SIZE == 0 for count in inputs):
         return Quantisation("W4A16", _GROUP_SIZE, kv_cache)
     raise ValueError(
@@ -152,6 +159,8 @@ def checkpoint_shapes(spec: ModelSpec) -> dict[str, Shape]:
         shapes["transformer.project_out.weight"] = (spec.embedding_size, spec.hidden_size)
     if spec.position == "learned":
         shapes["transformer.position_embedding.weight"] = (spec.max_positions, spec.hidden_size)
+    if spec.token_types:
+        shapes["transformer.type_embedding.weight"] = (spec.token_types, spec.hidden_size)
     if spec.embedding_norm:
         shapes.update(_norm("transformer.ln_embed", spec))
     for layer in range(spec.layers):
@@ -164,16 +173,25 @@ def checkpoint_shapes(spec: ModelSpec) -> dict[str, Shape]:
         shapes["lm_head.bias"] = (spec.vocab_size,)
     if spec.labels:
         shapes["score.weight"] = (spec.labels, spec.hidden_size)
+    if spec.labels and spec.score_dense:
+        shapes["score.bias"] = (spec.labels,)
+        shapes.update(_linear("score_dense", spec.hidden_size, spec.hidden_size, True))
     return shapes
 
 
 def _layer_shapes(spec: ModelSpec, layer: int, prefix: str) -> Iterator[tuple[str, Shape]]:
     if spec.input_norms:
         yield from _norm(f"{prefix}input_layernorm", spec)
-    yield from _linear(f"{prefix}attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias)
+    if spec.latent is None:
+        yield from _linear(f"{prefix}attention.qkv", spec.qkv_size, spec.hidden_size, spec.qkv_bias)
+    else:
+        yield from _latent_shapes(spec, spec.latent, f"{prefix}attention.")
     if spec.normalises_qk(layer) and spec.qk_norm_kind != "plain":
         yield from _qk_norms(spec, f"{prefix}attention.")
-    yield from _linear(f"{prefix}attention.dense", spec.hidden_size, spec.q_size, spec.o_proj_bias)
+    if spec.sink_logits:
+        yield f"{prefix}attention.sinks.weight", (spec.heads,)
+    dense = f"{prefix}attention.dense"
+    yield from _linear(dense, spec.hidden_size, spec.attended_size, spec.o_proj_bias)
     if not spec.shared_norm:
         yield from _norm(f"{prefix}post_layernorm", spec)
     if spec.output_norms and spec.input_norms:
@@ -187,6 +205,20 @@ def _layer_shapes(spec: ModelSpec, layer: int, prefix: str) -> Iterator[tuple[st
         yield from _norm(f"{prefix}post_feedforward_layernorm", spec)
 
 
+def _latent_shapes(
+    spec: ModelSpec, latent: LatentAttention, prefix: str
+) -> Iterator[tuple[str, Shape]]:
+    queries = spec.heads * latent.query_size
+    if latent.query_rank:
+        yield from _linear(f"{prefix}q_a", latent.query_rank, spec.hidden_size, spec.qkv_bias)
+        yield f"{prefix}q_a_layernorm.weight", (latent.query_rank,)
+    yield f"{prefix}q_b.weight", (queries, latent.query_rank or spec.hidden_size)
+    yield from _linear(f"{prefix}kv_a", latent.cached_size, spec.hidden_size, spec.qkv_bias)
+    yield f"{prefix}kv_a_layernorm.weight", (latent.kv_rank,)
+    rows = spec.heads * (latent.plain_size + latent.value_size)
+    yield f"{prefix}kv_b.weight", (rows, latent.kv_rank)
+
+
 def _feed_forward_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
     yield from _linear(f"{prefix}fc", spec.ffn_size, spec.hidden_size, spec.mlp_bias)
     if spec.gated_mlp:
@@ -195,9 +227,14 @@ def _feed_forward_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Sh
 
 
 def _expert_shapes(experts: Experts, hidden_size: int, prefix: str) -> Iterator[tuple[str, Shape]]:
-    yield f"{prefix}router.weight", (experts.count, hidden_size)
-    yield f"{prefix}experts.gate_up.weight", (experts.count * 2 * experts.ffn_size, hidden_size)
-    yield f"{prefix}experts.proj.weight", (experts.count * hidden_size, experts.ffn_size)
+    biases = experts.biases
+    up_rows = experts.count * 2 * experts.ffn_size
+    down_rows = experts.count * hidden_size
+    yield from _linear(f"{prefix}router", experts.count, hidden_size, biases)
+    if experts.corrected:
+        yield f"{prefix}router_correction.weight", (experts.count,)
+    yield from _linear(f"{prefix}experts.gate_up", up_rows, hidden_size, biases)
+    yield from _linear(f"{prefix}experts.proj", down_rows, experts.ffn_size, biases)
     if experts.shared_ffn_size:
         yield f"{prefix}shared.gate_up.weight", (2 * experts.shared_ffn_size, hidden_size)
         yield f"{prefix}shared.proj.weight", (hidden_size, experts.shared_ffn_size)
@@ -275,12 +312,18 @@ def engine_layout(spec: ModelSpec, dtype: str, quantisation: Quantisation) -> di
             layout.update(_stored_slots(parameter, quantisation.stored[parameter.name]))
         else:
             vector = len(parameter.shape) == 1
-            code = "F32" if vector and quantisation.algorithm == "GGUF" else DTYPE_CODES[dtype]
+            code = plain_code(parameter.name, dtype)
+            code = "F32" if vector and quantisation.algorithm == "GGUF" else code
             layout[parameter.name] = TensorSlot(code, parameter.shape)
     if not quantisation.stored:
         return layout
     # Blocks have any number of bytes: tensors of larger items come first, so that all are aligned.
     return dict(sorted(layout.items(), key=lambda item: -ITEM_BYTES[item[1].dtype]))
+
+
+def plain_code(parameter: str, dtype: str) -> str:
+    """Return the type of a parameter that is not quantised, in files whose type is `dtype`."""
+    return "F32" if parameter.endswith(_CORRECTION) else DTYPE_CODES[dtype]
 
 
 def scales_name(weight: str) -> str:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Range = tuple[int, int]
 _LAYER = re.compile(r"transformer\.layers\.(\d+)\.(.+)")
 _HEAD = "lm_head."
+# rows of these belong to heads, in order
+_BY_HEAD = (".attention.sinks.weight", ".attention.q_b.weight", ".attention.kv_b.weight")
 _LAST = ("transformer.ln_f.", "transformer.project_out.")
 
 
@@ -50,11 +52,6 @@ class RankMapping:
             raise ValueError(
                 f"tp_size {self.tp_size} does not divide this model: it has {spec.heads} heads, "
                 f"{spec.kv_heads} KV heads and {ffn_size} feed-forward columns"
-            )
-        if self.tp_size > 1 and spec.qk_norm and spec.qk_norm_kind == "all":
-            raise ValueError(
-                f"tp_size {self.tp_size} does not divide this model: it normalises queries and "
-                "keys over all heads together"
             )
         if spec.layers % self.pp_size:
             raise ValueError(
@@ -109,8 +106,10 @@ def compute_part(spec: ModelSpec, parameter: str, whole: Shape, tp_rank: int, tp
         return everything
     if ".attention.qkv." in parameter:
         return Part(_qkv_rows(spec, tp_rank, tp_size))
-    if spec.qk_norm_kind == "head" and ("_layernorm." in parameter and ".attention." in parameter):
+    if spec.qk_norm_per_head and ("_layernorm." in parameter and ".attention." in parameter):
         return engine_part(spec, parameter, whole, tp_rank, tp_size)
+    if parameter.endswith(_BY_HEAD):
+        return Part((_share(whole[0], tp_rank, tp_size),))
     if ".mlp.fc." in parameter or ".mlp.gate." in parameter:
         return Part((_share(whole[0], tp_rank, tp_size),))
     if spec.experts is not None and ".mlp.experts.gate_up." in parameter:
@@ -139,10 +138,10 @@ def engine_part(spec: ModelSpec, name: str, whole: Shape, rank: int, ranks: int)
         return everything
     if linear.endswith(".attention.qkv"):
         return Part(_qkv_rows(spec, rank, ranks))
-    if spec.qk_norm_kind == "head" and linear.endswith((".q_layernorm", ".k_layernorm")):
+    if spec.qk_norm_per_head and linear.endswith((".q_layernorm", ".k_layernorm")):
         queries, keys, _ = _qkv_rows(spec, rank, ranks)
         return Part((queries if linear.endswith(".q_layernorm") else _moved(keys, -spec.q_size),))
-    if linear.endswith(".mlp.fc"):
+    if linear.endswith(".mlp.fc") or name.endswith(_BY_HEAD):
         return Part((_share(whole[0], rank, ranks),))
     if linear.endswith((".mlp.gate_up", ".shared.gate_up")):
         return Part(_expert_rows(2, whole[0] // 2, rank, ranks))

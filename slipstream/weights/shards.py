@@ -71,8 +71,8 @@ def _problem(spec: ModelSpec, quantisation: Quantisation, ranks: int) -> str:
     """Return why a model cannot be divided among this many ranks; empty: it can."""
     if spec.heads % ranks:
         return f"it has {spec.heads} heads"
-    if spec.qk_norm and spec.qk_norm_kind == "all" and ranks > 1:
-        return "it normalises queries and keys over all heads together"
+    if spec.has_layer_norm_of_all_heads and ranks > 1:
+        return "it has layer norms over all queries and all keys"
     smaller, larger = sorted((spec.kv_heads, ranks))
     if larger % smaller:
         return f"it has {spec.kv_heads} KV heads"
@@ -81,7 +81,7 @@ def _problem(spec: ModelSpec, quantisation: Quantisation, ranks: int) -> str:
         if size % ranks:
             return f"it has {size} feed-forward columns"
     group = quantisation.group_size or 1
-    for size in (spec.q_size, *columns):
+    for size in (spec.attended_size, *columns):
         if size // ranks % group:
             return (
                 f"a rank would have {size // ranks} columns of int4 weights, whose groups have "

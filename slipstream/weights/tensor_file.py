@@ -17,16 +17,20 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from slipstream.kernels.stored import StoredArray
 from slipstream.weights.parameters import ITEM_BYTES, TensorSlot
 
-_MAX_HEADER_BYTES = 100_000_000  # limit of the format
-_MAX_TENSORS = 262_144  # of one file; the largest models have fewer in all their files together
+# The format allows headers of 100 MB. An entry takes about 120 bytes, and files have at most some
+# thousand tensors: checkpoints with more of them are cut into several files.
+_MAX_HEADER_BYTES = 16 << 20
+_MAX_TENSORS = 131_072
 # First bytes of the file that git checks out if git-lfs did not fetch the large file.
 _POINTER_START = b"version "
 # The first tensor starts at a cache line. With usual sizes, so do the others.
@@ -48,6 +52,21 @@ _NUMPY_TYPES = {
     "F8_E4M3": "u1",
     "F8_E5M2": "u1",
 }
+
+
+class _Entry(msgspec.Struct, gc=False):
+    """One tensor of a header.
+
+    The file's metadata is read as an entry, too, and dropped. Its values are strings.
+    """
+
+    dtype: str = ""
+    shape: tuple[int, ...] | str | None = None
+    data_offsets: tuple[int, ...] | str | None = None
+
+
+_ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
+_METADATA = "__metadata__"
 
 
 class TensorFileError(ValueError):
@@ -72,20 +91,16 @@ def read_header(path: Path) -> TensorHeader:
                     f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` there"
                 )
             length = int.from_bytes(first, "little")
-            if file_bytes < 8 or length > min(_MAX_HEADER_BYTES, file_bytes - 8):
+            if file_bytes < 8 or length > file_bytes - 8:
                 raise TensorFileError(f"{path}: not a safetensors file, or cut short in its header")
+            if length > _MAX_HEADER_BYTES:
+                raise TensorFileError(
+                    f"{path}: its header has {length} bytes; at most {_MAX_HEADER_BYTES} are read"
+                )
             raw = file.read(length)
     except OSError as error:
         raise TensorFileError(f"{path}: cannot be read: {error.strerror}") from error
-    if raw.count(b'"data_offsets"') > _MAX_TENSORS:
-        raise TensorFileError(f"{path}: its header has more than {_MAX_TENSORS} tensors")
-    try:
-        entries = json.loads(raw)
-    except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError
-        raise TensorFileError(f"{path}: not a safetensors file: its header is not JSON") from error
-    if not isinstance(entries, dict):
-        raise TensorFileError(f"{path}: not a safetensors file: its header is not a table")
-    entries.pop("__metadata__", None)
+    entries = _read_entries(path, raw)
     slots = _check_slots(path, entries, file_bytes - 8 - length)
     return TensorHeader(slots, hashlib.sha256(raw).hexdigest(), file_bytes)
 
@@ -108,15 +123,29 @@ def map_tensors(path: Path) -> dict[str, StoredArray]:
     return tensors
 
 
-def _check_slots(path: Path, entries: dict[str, Any], data_bytes: int) -> dict[str, TensorSlot]:
+def _read_entries(path: Path, raw: bytes) -> dict[str, _Entry]:
+    # Each entry is an object, so this bounds the entries before they are parsed. A brace of the
+    # syntax cannot be written as an escape.
+    if raw.count(b"{") > _MAX_TENSORS + 2:
+        raise TensorFileError(f"{path}: its header has more than {_MAX_TENSORS} tensors")
+    try:
+        entries = _ENTRIES.decode(raw)
+    except msgspec.ValidationError as error:
+        raise TensorFileError(
+            f"{path}: damaged: an entry of its header cannot be read: {error}"
+        ) from error
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise TensorFileError(f"{path}: not a safetensors file: its header is not JSON") from error
+    entries.pop(_METADATA, None)
+    return entries
+
+
+def _check_slots(path: Path, entries: dict[str, _Entry], data_bytes: int) -> dict[str, TensorSlot]:
+    places = [_place(path, name, entry) for name, entry in entries.items()]
+    places.sort(key=itemgetter(0, 1))
     slots = {}
     end_of_last = 0
-    for name, begin, end, entry in sorted(_offsets(path, entries), key=lambda item: item[1:3]):
-        if entry["dtype"] not in ITEM_BYTES:
-            raise TensorFileError(
-                f"{path}: tensor {name} has type {entry['dtype']}, which is not supported"
-            )
-        slot = TensorSlot(entry["dtype"], tuple(entry["shape"]))
+    for begin, end, name, slot in places:
         if begin != end_of_last or end - begin != slot.nbytes:
             raise TensorFileError(
                 f"{path}: damaged: tensor {name} does not occupy the bytes its shape needs"
@@ -131,20 +160,22 @@ def _check_slots(path: Path, entries: dict[str, Any], data_bytes: int) -> dict[s
     return slots
 
 
-def _offsets(path: Path, entries: dict[str, Any]) -> list[tuple[str, int, int, dict[str, Any]]]:
-    found = []
-    for name, entry in entries.items():
-        try:
-            begin, end = entry["data_offsets"]
-            valid = isinstance(entry["dtype"], str) and all(
-                isinstance(number, int) and number >= 0 for number in (begin, end, *entry["shape"])
-            )
-        except (TypeError, KeyError, ValueError):
-            valid = False
-        if not valid:
-            raise TensorFileError(f"{path}: damaged: the header's entry for {name} cannot be read")
-        found.append((name, begin, end, entry))
-    return found
+def _place(path: Path, name: str, entry: _Entry) -> tuple[int, int, str, TensorSlot]:
+    """Return (begin, end, name, slot) of a tensor."""
+    shape = entry.shape
+    offsets = entry.data_offsets
+    if (
+        not isinstance(shape, tuple)
+        or not isinstance(offsets, tuple)
+        or len(offsets) != 2
+        or min(*offsets, *shape) < 0
+    ):
+        raise TensorFileError(f"{path}: damaged: the header's entry for {name} cannot be read")
+    if entry.dtype not in ITEM_BYTES:
+        raise TensorFileError(
+            f"{path}: tensor {name} has type {entry.dtype}, which is not supported"
+        )
+    return offsets[0], offsets[1], name, TensorSlot(entry.dtype, shape)
 
 
 def header_bytes(layout: Mapping[str, TensorSlot]) -> bytes:

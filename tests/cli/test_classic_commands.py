@@ -14,6 +14,7 @@ from gguf_files import plain_tokenizer, write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_hf_folder import save_model
 from tiny_models import config_of, random_model
+from tiny_server import wait_for
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from slipstream.cli.commands import COMMANDS, run_command
@@ -401,6 +402,48 @@ def test_launch_tells_the_server_the_world_size(tmp_path: Path) -> None:
     assert find_launch(launch._environment(given)) == Launched("slipstream launch", 0, 4, 4)
 
 
+@pytest.mark.parametrize(
+    ("flags", "spawning"),
+    [
+        (["--multi-model"], None),
+        (["--multi-model", "--disable-spawn-processes", "--world_size", "5"], "0"),
+    ],
+)
+def test_a_world_size_is_not_the_ranks_of_each_of_several_models(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    spawning: str | None,
+) -> None:
+    monkeypatch.setattr(launch, "_refuse_second", lambda force: None)
+    seen = tmp_path / "environment"
+    server = tmp_path / "server"
+    server.write_text(f"#!/bin/sh\nenv > {seen}.new\nmv {seen}.new {seen}\nsleep 2\n")
+    server.chmod(0o755)
+    words = [f"--model_repo={tmp_path}", f"--tritonserver={server}", *flags]
+    assert run("launch", *words) == 0
+    printed = capsys.readouterr().out
+    if len(flags) > 1:
+        assert (
+            "[INFO] --world_size 5: one server is started, which starts as many ranks for each "
+            "engine as it was built for; the other 4 processes are not needed"
+        ) in printed
+    wait_for(seen.exists)
+    found = dict(line.partition("=")[::2] for line in seen.read_text().splitlines())
+    assert find_launch(found) == Launched()
+    assert found["TRTLLM_ORCHESTRATOR"] == "1"
+    assert found.get("TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES") == spawning
+
+
+def test_several_models_with_a_world_size_need_the_flag_of_the_old_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("launch", f"--model_repo={tmp_path}", "--multi-model", "--world_size", "5") == 1
+    found = capsys.readouterr().err
+    assert "--multi-model with --world_size 5 needs --disable-spawn-processes" in found
+
+
 def test_only_a_running_tritonserver_counts_as_busy(tmp_path: Path) -> None:
     for process, name, state in (
         (7, "tritonserver", "R"),
@@ -418,11 +461,21 @@ def test_progress_without_a_terminal_is_plain_lines(
     with ProgressLines() as lines:
         for done in (0, 1_000_000_000, 1_050_000_000, 2_000_000_000):
             lines.update("weights", done, 2_000_000_000)
-    assert capsys.readouterr().out.splitlines() == [
-        "[INFO] weights: 2.00 GB to write",
-        "[INFO] weights: 50%, 1.00 GB of 2.00 GB, 0 s left",
-        "[INFO] weights: 100%, 2.00 GB of 2.00 GB",
-    ]
+    first, half, whole = capsys.readouterr().out.splitlines()
+    assert first == "[INFO] weights: 2.00 GB to write"
+    assert half.startswith("[INFO] weights: 50%, 1.00 GB of 2.00 GB, ")
+    assert half.endswith(" GB/s, 0 s left")
+    assert whole.startswith("[INFO] weights: 100%, 2.00 GB of 2.00 GB, ")
+
+
+def test_progress_of_a_fetch_is_no_build(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressLines() as lines:
+        lines.update("fetching org/name from the hub", 0, 1_000_000)
+        lines.update("fetching org/name from the hub", 1_000_000, 1_000_000)
+        assert not lines.built
+        lines.update("weights", 0, 1_000_000)
+        assert lines.built
+    assert "[INFO] fetching org/name from the hub: 1.0 MB to fetch" in capsys.readouterr().out
 
 
 def test_every_command_is_listed_in_the_help() -> None:

@@ -285,6 +285,12 @@ def test_an_internal_error_of_the_server_keeps_its_traceback(home, monkeypatch):
         (["--enable_chunked_context"], {"chunked": True}),
         (["--scheduler-policy", "max_utilization"], {"policy": "max_utilization"}),
         (["--batch-scheduler-policy=guaranteed_no_evict"], {"policy": "guaranteed_no_evict"}),
+        (["--tensor-parallel-size", "2"], {"ranks": 2}),
+        (["-tp", "2", "-dp", "3"], {"ranks": 2, "replicas": 3}),
+        (["--data_parallel_size=2"], {"replicas": 2}),
+        (["--pipeline-parallel-size", "1"], {}),
+        (["--pipeline-parallel-size", "2"], {"ranks": 2}),
+        (["--tensor-parallel-size=2", "-pp", "3"], {"ranks": 6}),
     ],
 )
 def test_flags_of_other_servers_override_engine_settings(home, served, flags, settings):
@@ -292,6 +298,14 @@ def test_flags_of_other_servers_override_engine_settings(home, served, flags, se
     (options,) = served
     assert options.engine_settings == settings
     assert set(settings) <= {field.name for field in fields(EngineSettings)}
+
+
+def test_pipeline_stages_are_explained_as_ranks(home, served):
+    found = run_cli(["start", "--repo", "/x", "--tensor-parallel-size=2", "-pp", "2"])
+    assert (
+        "--pipeline-parallel-size 2: there are no pipeline stages; each engine runs with 4 "
+        "tensor-parallel ranks"
+    ) in found.output
 
 
 @pytest.mark.parametrize(

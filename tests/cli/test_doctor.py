@@ -16,17 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cpu_steps import best_level
+from tiny_hf_folder import save_tokenizer
+from tiny_models import config_of, engine_tensors, random_model
 
 from slipstream.cli.commands import run_command
 from slipstream.cli.doctor import command as doctor
+from slipstream.cli.doctor import engines as doctor_engines
 from slipstream.cli.doctor import machine as doctor_machine
 from slipstream.cli.doctor import ports as doctor_ports
 from slipstream.cli.doctor.machine import TorchReport, gpus, processor, versions
 from slipstream.cli.doctor.ranks import ranks
 from slipstream.cli.doctor.report import HIDDEN, Finding, Report, Section, hide_in, hider
+from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.engine_worker.cpu_probe import CpuChoice
+from slipstream.kernels.cpu import machine as code_machine
+from slipstream.kernels.cpu.compiler.levels import BY_NAME
+from slipstream.repository.templates import write_repository
 from slipstream.version import VERSION
+from slipstream.weights.build import build_engine
 
 ROOT = Path(__file__).parents[2]
 CPU_TORCH = TorchReport({"torch": "2", "cuda_runtime": "", "cpu_instructions": "AVX2", "gpus": []})
@@ -45,7 +54,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine without problems: free ports, a torch for CPUs, an empty home."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "ask_torch", lambda: CPU_TORCH)
-    monkeypatch.setattr(cpu_probe, "choose", lambda cpu: CpuChoice("float32"))
+    monkeypatch.setattr(cpu_probe, "choose", lambda cpu=None: CpuChoice("float32"))
     monkeypatch.setattr(
         doctor_ports, "PORTS", {name: free_port() for name in ("HTTP", "gRPC", "metrics")}
     )
@@ -123,6 +132,48 @@ def test_a_broken_repository_blocks_serving(run: Run, tmp_path: Path) -> None:
     assert code == 1
     assert f"  error: {tmp_path / 'none'}" in text
     assert text.endswith("fix the errors above before serving\n")
+
+
+@pytest.mark.parametrize(
+    ("variable", "line"),
+    [
+        ("avx2", "compiled code (avx2) in bfloat16"),
+        ("off", "torch in float32: it is switched off"),
+    ],
+)
+def test_each_engine_says_what_computes_it_and_why(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, line: str
+) -> None:
+    monkeypatch.setattr(doctor_engines, "choose_code", lambda: variable)
+    monkeypatch.setattr(doctor_machine, "choose_code", lambda cpu: variable)
+    monkeypatch.setattr(code_machine, "read_cpu", lambda: ("A CPU", BY_NAME["avx2"].flags))
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setenv(code_machine.VARIABLE, variable)
+    random_model(config_of("llama")).save_pretrained(tmp_path / "hf")
+    save_tokenizer(tmp_path / "hf")
+    folder = build_engine(tmp_path / "hf", tmp_path / "engine")
+    write_repository(tmp_path / "repository", "m", folder, folder, 4)
+    _, text = run("--model-repository", tmp_path / "repository")
+    assert facts_of(text)["engines"] == {"tensorrt_llm": line}
+    assert facts_of(text)["CPU"]["compiled code"].endswith(f"({code_machine.VARIABLE}={variable})")
+
+
+def test_the_reason_for_torch_is_that_of_the_engine(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, _ = engine_tensors(random_model(config_of("llama")))
+    monkeypatch.setattr(doctor_engines, "choose_code", lambda: "off")
+    monkeypatch.delenv(code_machine.VARIABLE, raising=False)
+    own = EngineSettings(device="cpu", dtype="float16")
+    line = doctor_engines.describe_engine(own, spec)
+    assert line == "torch in float16: no compiled code passed the trial on this CPU"
+    monkeypatch.setattr(doctor_engines, "choose_code", lambda: best_level().name)
+    line = doctor_engines.describe_engine(own, spec)
+    assert line == "torch in float16: activations are float16"
+    two = EngineSettings(device="cpu", ranks=2)
+    line = doctor_engines.describe_engine(two, spec)
+    assert line == "torch in float32: the model is divided among 2 ranks"
+    assert doctor_engines.describe_engine(EngineSettings(device="cuda"), spec) == "GPU"
 
 
 # -- ports
@@ -411,6 +462,12 @@ def test_a_machine_for_one_rank_has_no_findings_about_ranks(tmp_path: Path) -> N
         "shared memory": f"0 MiB at {tmp_path / 'no shared memory'}",
         "cluster key": "none",
     }
+
+
+def test_a_rank_of_an_unknown_number_is_a_finding() -> None:
+    environment = {"PMIX_RANK": "1"}
+    assert rank_findings(environment)["the place of this process is not known"] is True
+    assert doctor.variables(environment).findings == []
 
 
 def test_gpus_that_do_not_reach_each_other_and_little_shared_memory_are_notes(

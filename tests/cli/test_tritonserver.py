@@ -266,6 +266,14 @@ def test_a_rank_other_than_0_waits_and_starts_no_engine(serve: Callable[..., Tri
     )
 
 
+def test_a_rank_of_an_unknown_number_is_refused(serve: Callable[..., Tritonserver]) -> None:
+    server = serve(PMIX_RANK="0", PMIX_NAMESPACE="prterun-1@1")
+    assert server.process.wait(30) == 1
+    wait_for(lambda: len(server.lines) > 0)
+    (line,) = server.lines
+    assert "PMIX_RANK is 0, and nothing says how many processes were started" in line
+
+
 # -- flags
 
 

@@ -22,7 +22,7 @@ import httpx
 import pytest
 from real_server import limit_cache
 from tiny_engine import build_tiny_engine
-from tiny_server import wait_for
+from tiny_server import parent_of, wait_for
 
 from slipstream.llm import LLM
 from slipstream.repository.templates import write_repository
@@ -125,15 +125,31 @@ def server_command(repository: Path, *flags: str) -> list[str]:
 
 
 def processes_of(repository: Path) -> list[Path]:
-    """Return the folders in /proc of processes whose command names the repository or its engine."""
+    """Return the folders in /proc of processes whose command names the repository or its engine.
+
+    The command of pytest, or of a shell that runs it, names the folder after --basetemp.
+    """
+    own = own_processes()
     found = []
     for path in Path("/proc").glob("[0-9]*"):
+        if int(path.name) in own:
+            continue
         try:
             line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if str(repository.parents[1]) in line:
             found.append(path)
+    return found
+
+
+def own_processes() -> set[int]:
+    """Return this process and those that it descends from."""
+    found: set[int] = set()
+    process = os.getpid()
+    while process > 0:
+        found.add(process)
+        process = parent_of(process)
     return found
 
 
@@ -174,15 +190,24 @@ def test_the_form_with_one_command_per_rank_runs_two_ranks(launch, repository, e
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Start a Slurm of two nodes on this machine; return its environment."""
+def small_slurm() -> Iterator[SmallSlurm]:
+    """Start a Slurm of two nodes on this machine."""
     if shutil.which("slurmd") is None:
         pytest.skip("Slurm is not installed")
     folder = Path("/tmp") / f"slurm-{os.getpid()}"
     cluster = SmallSlurm(folder)
-    cluster.start()
-    yield CPU | {"SLURM_CONF": str(folder / "slurm.conf")}
-    cluster.stop()
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def slurm(small_slurm: SmallSlurm) -> Iterator[dict[str, str]]:
+    """Return the environment of a Slurm. A test that fails leaves no job to the next one."""
+    yield CPU | small_slurm.environment
+    small_slurm.cancel_jobs()
 
 
 class SmallSlurm:
@@ -221,17 +246,32 @@ class SmallSlurm:
             self._started.append(subprocess.Popen(command, stdout=log, stderr=log))
 
     def _idle(self) -> bool:
-        environment = os.environ | {"SLURM_CONF": str(self._folder / "slurm.conf")}
-        found = subprocess.run(
-            ["sinfo", "-h", "-o", "%t"], env=environment, capture_output=True, text=True
-        )
-        return found.stdout.split() == ["idle"]
+        return self.ask("sinfo", "-h", "-o", "%t").split() == ["idle"]
+
+    def cancel_jobs(self) -> None:
+        """Cancel the jobs that are left, as a test that fails leaves them."""
+
+        def are_gone() -> bool:
+            self.ask("scancel", "--user=root")
+            return not self.ask("squeue", "-h").strip()
+
+        wait_for(are_gone, 60)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"SLURM_CONF": str(self._folder / "slurm.conf")}
+
+    def ask(self, *command: str) -> str:
+        environment = os.environ | self.environment
+        found = subprocess.run(command, env=environment, capture_output=True, text=True)
+        return found.stdout
 
     def stop(self) -> None:
         for process in self._started:
             process.kill()  # nodes would wait for the controller, and it for them
             process.wait()
-        shutil.rmtree(self._folder)
+        # a job of PMIx that ends removes its own folder meanwhile
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _configuration(self) -> str:
         host = socket.gethostname().partition(".")[0]

@@ -22,7 +22,7 @@ import yaml
 from free_ports import free_ports
 from manifests import DEPLOY, ROOT
 from real_server import limit_cache
-from tiny_server import children_of, is_running, wait_for
+from tiny_server import children_of, is_running, parent_of, wait_for
 
 from slipstream.repository.templates import write_repository
 
@@ -158,15 +158,6 @@ def servers() -> dict[int, int]:
         except OSError:
             continue
     return found
-
-
-def parent_of(process: int) -> int:
-    (line,) = (
-        line
-        for line in Path(f"/proc/{process}/status").read_text().splitlines()
-        if line.startswith("PPid:")
-    )
-    return int(line.split()[1])
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,23 @@ import random
 
 import pytest
 import torch
+from family_variants import VARIANTS
 from run_engine import generate, greedy_choices, run_all
-from tiny_models import VOCABULARY, config_of, engine_tensors, positions_of, random_model
+from tiny_models import (
+    VOCABULARY,
+    config_of,
+    engine_tensors,
+    folder_tensors,
+    positions_of,
+    random_model,
+)
 
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine.start import create_engine
 from slipstream.kernels import packed_cache
+from slipstream.model.query_key import check_device
 
 pytestmark = pytest.mark.gpu
 LENGTH = 320
@@ -85,6 +94,35 @@ def test_greedy_tokens_equal_transformers(name):
     ):
         assert len(answer) == 128
         assert answer == chosen[len(prompt) - 1 : -1]
+
+
+def needs_a_cpu(spec):
+    """Return whether the kernels of a GPU lack something that a model needs."""
+    try:
+        check_device(spec, torch.device("cuda"))
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_greedy_tokens_of_other_families_equal_transformers(name, tmp_path):
+    variant = VARIANTS[name].with_positions(LENGTH)
+    model = variant.model()
+    variant.write(model, tmp_path / "hf")
+    spec, tensors = folder_tensors(tmp_path / "hf")
+    settings = EngineSettings(dtype="float32", device="cuda", max_rows=16, cache_tokens=16384)
+    if needs_a_cpu(spec):
+        with pytest.raises(ValueError, match="--device cpu"):
+            create_engine(spec, tensors, settings, LENGTH)
+        return
+    loop = create_engine(spec, tensors, settings, LENGTH)
+    for prompt, answer in zip(prompts(), generate(loop, prompts(), max_tokens=64), strict=True):
+        assert len(answer) == 64
+        logits = variant.logits(model, prompt + answer)[len(prompt) - 1 : -1]
+        given = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        # two tokens of a random model may be as likely as each other, up to rounding
+        assert (logits.amax(-1) - given).max() < 1e-5
 
 
 @pytest.mark.parametrize(

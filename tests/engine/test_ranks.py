@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from rank_models import FAMILIES, build_rank_engine, save_rank_model
-from rank_runs import KINDS, run_alone, run_ranks
+from rank_runs import KINDS, record_plans, run, run_alone, run_ranks, settings_of
 from tiny_adapters import ALL_MODULES, save_adapter
 
-RUNS = [name for name in KINDS if name not in ("adapters", "cancels", "many cancels", "flipped")]
+from slipstream.weights.load import start_engine
+
+RUNS = [name for name in KINDS if name not in ("adapters", "flipped") and "cancels" not in name]
 DEFAULT = {
     "llama": RUNS,
     "qwen2_moe": RUNS,  # whole experts, and a shared one
@@ -20,8 +23,13 @@ DEFAULT = {
     "gemma2": ["greedy", "penalties"],  # output norms and soft caps
     "mixtral": ["greedy", "preempted"],  # a part of each expert
     "gemma": ["greedy"],  # one KV head
+    "olmo2": ["greedy", "sampled"],  # norms over the heads of all ranks
+    "olmo3": ["greedy"],  # the same, and windows
 }
 INT4 = "llama int4"
+PLANS = 200  # the most that are recorded of a run
+# with preemptions, blocks that come back from host memory, and draft tokens
+REPLAYED = ("more cancels", "preempted", "host", "lookup")
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +64,13 @@ def adapted_engine(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "engine")
 
 
-def run_group(size: int, cases: list[tuple[str, str, str]]) -> dict:
+def run_group(
+    size: int, cases: list[tuple[str, str, str]], plans: Mapping[str, list[bytes]] = {}
+) -> dict:
+    """plans: recorded plans, by the name of the case that replays them"""
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))  # a short path, as sockets need it
+    for name, frames in plans.items():
+        (folder / f"{name}.plans").write_text("\n".join(frame.hex() for frame in frames))
     try:
         return run_ranks(size, cases, folder)
     finally:
@@ -69,7 +82,13 @@ def case_name(family: str, kind: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(engines, adapted_engine) -> dict:
+def recorded(engines) -> dict[str, tuple[list[bytes], list[list[int]]]]:
+    """Return plans of runs with one rank, and the tokens that they sampled, by kind."""
+    return {kind: record_plans(engines("llama"), kind, PLANS) for kind in REPLAYED}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(engines, adapted_engine, recorded) -> dict:
     """Return the results of all default runs with two ranks."""
     cases = [
         (case_name(family, kind), engines(family), kind)
@@ -82,7 +101,8 @@ def two_ranks(engines, adapted_engine) -> dict:
         ("cancels", engines("llama"), "cancels"),
         ("flipped", engines("llama"), "flipped"),
     ]
-    return run_group(2, cases)
+    cases += [(f"replayed {kind}", engines("llama"), kind) for kind in REPLAYED]
+    return run_group(2, cases, {f"replayed {kind}": recorded[kind][0] for kind in REPLAYED})
 
 
 def assert_same(found: dict, expected: dict, ranks: int) -> None:
@@ -118,6 +138,34 @@ def test_the_runs_do_what_they_are_for(two_ranks):
     assert sampled != two_ranks["llama: greedy"]["tokens"]
 
 
+@pytest.mark.parametrize("kind", REPLAYED)
+def test_recorded_plans_of_one_rank_give_two_ranks_the_same_tokens(two_ranks, recorded, kind):
+    frames, tokens = recorded[kind]
+    assert len(frames) == (PLANS if kind == "more cancels" else len(tokens))
+    assert sum(map(len, tokens)) >= 80
+    assert two_ranks[f"replayed {kind}"] == {"tokens": tokens, "ranks": 2}
+
+
+def test_prompts_that_are_scored_in_pieces_have_the_same_scores(engines):
+    """As with several ranks: a step has logits of a few tokens of a long prompt only."""
+    expected = run_alone(engines("llama"), "scores")
+    loop = start_engine(engines("llama"), settings_of(KINDS["scores"], 1))
+    loop.scheduler.prompt_limits.most_scored = 5
+    plans = []
+    launch = loop.runner.launch
+    loop.runner.launch = lambda plan: (plans.append(plan), launch(plan))[1]
+    found = run(loop, "scores", engines("llama"))
+    assert found["tokens"] == expected["tokens"]
+    for name, values in expected["numbers"].items():
+        assert found["numbers"][name] == pytest.approx(values, rel=1e-4, abs=1e-4), name
+    prompts = [plan.tokens - sum(count == 1 for count in plan.counts) for plan in plans]
+    assert max(prompts) == 5
+
+
+def test_an_engine_of_several_ranks_scores_prompts_in_pieces(two_ranks):
+    assert two_ranks["llama: greedy"]["most_scored"] == 256
+
+
 def test_two_ranks_with_int4_weights_generate_the_tokens_of_one(two_ranks, engines):
     assert_same(two_ranks[INT4], run_alone(engines(INT4), "greedy"), 2)
 
@@ -143,7 +191,7 @@ def test_a_token_that_differs_is_found_and_its_row_is_named(two_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_families_and_kinds(engines, size):
-    families = FAMILIES if size == 2 else ("llama", "gemma", "qwen3_moe", "gptj")
+    families = FAMILIES if size == 2 else ("llama", "gemma", "qwen3_moe", "gptj", "olmo2")
     cases = [
         (case_name(family, kind), engines(family), kind) for family in families for kind in RUNS
     ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import httpx
-from tiny_server import TinyServer, make_repository
+from nginx_site import CLIENTS, Load, Site
+from tiny_server import TinyServer, make_repository, wait_for
 
 from gates.table import Row
 from gates.traffic import Outcome, expected, new_client, status, stream, until, until_status
@@ -22,7 +24,37 @@ async def run(folder: Path, long: bool) -> list[Row]:
     rows = await _first_signal(repository, folder, count, tokens)
     for number in (signal.SIGINT, signal.SIGTERM):
         rows.append(await _second_signal(repository, folder, number))
+    rows.append(await asyncio.to_thread(_rolling_restart, folder / "site", 3 if long else 1))
     return rows
+
+
+def _rolling_restart(folder: Path, rounds: int) -> Row:
+    """Restart two servers behind nginx one after the other, under load."""
+    case = (
+        f"{rounds} rolling restarts of 2 servers behind nginx"
+        if rounds > 1
+        else ("rolling restart of 2 servers behind nginx")
+    )
+    if shutil.which("nginx") is None:
+        return Row(case, "nginx is not installed: apt-get install nginx", None)
+    folder.mkdir()
+    site = Site(folder)
+    load = Load(site.url)
+    codes = []
+    try:
+        wait_for(lambda: load.answers >= 2 * CLIENTS)
+        for address in [*site.servers] * rounds:
+            codes.append(site.restart(address))
+            before = load.answers
+            wait_for(lambda before=before: load.answers >= before + 4 * CLIENTS)
+    finally:
+        load.stop()
+        site.close()
+    failed = len(load.problems)
+    found = f"{load.answers - failed} requests whole, {failed} failed, exit codes {codes}"
+    if failed:
+        found += f"; first: {load.problems[0][:200]}"
+    return Row(case, found, not failed and not any(codes))
 
 
 async def _begin(

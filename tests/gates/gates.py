@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from gates import chaos, counts, drain, overload, poisoned, smuggling, soak
+from gates import (
+    access,
+    chaos,
+    counts,
+    drain,
+    fuzz,
+    overload,
+    poisoned,
+    races,
+    smuggling,
+    soak,
+    starvation,
+    supply_chain,
+)
 from gates.table import Row
 
 # (folder for files, whether to run the long form) → rows
@@ -19,4 +32,9 @@ GATES: dict[str, Gate] = {
     "smuggling": smuggling.run,
     "poisoned": poisoned.run,
     "counts": counts.run,
+    "access": access.run,
+    "fuzz": fuzz.run,
+    "races": races.run,
+    "starvation": starvation.run,
+    "supply_chain": supply_chain.run,
 }

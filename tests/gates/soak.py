@@ -1,4 +1,4 @@
-"""Mixed traffic for a long time: memory, files and threads of the server do not grow."""
+"""Mixed traffic for a long time: memory, files and threads of the processes do not grow."""
 
 from __future__ import annotations
 
@@ -6,139 +6,162 @@ import asyncio
 import os
 import random
 import re
+import statistics
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import httpx
-from tiny_server import MODEL, TinyServer, make_repository
+from real_server import RealServer
+from tiny_server import children_of, command_of
 
+from gates.mixed_traffic import MixedTraffic
+from gates.site import start_site, write_site
 from gates.table import Row
-from gates.traffic import new_client, stream
 
-_CLIENTS = 16
-_MOST_MIB_PER_HOUR = 20.0
-_SAMPLES = 40
-_MOST_SECONDS_AFTER = 5.0  # until the engine is idle after the last client
+_CLIENTS = 12
+_MOST_MIB_PER_HOUR = 8.0
+_MOST_MIB_QUICK = 40.0  # in a quick run: caches still fill
+_MOST_DRIFT = 1.0  # of files and threads, in the whole run
+_SAMPLES = 120
+_MOST_SECONDS_AFTER = 10.0  # until the engines are idle after the last client
+_CHECK_SECONDS = 3.0  # an idle engine checks its blocks within this time, and ends if they differ
 
 
 @dataclass(frozen=True)
 class _Sample:
     seconds: float
-    memory_kib: int  # RssAnon
+    memory_mib: float  # RssAnon
     files: int
     threads: int
 
 
 async def run(folder: Path, long: bool) -> list[Row]:
     seconds = 3600.0 if long else 20.0
-    server = TinyServer(make_repository(folder), folder / "tmp")
+    repository = write_site(folder)
+    server = start_site(repository, folder / "server", "--exit-timeout-secs=5")
     try:
-        await asyncio.to_thread(server.wait_started)
-        async with new_client() as client:
-            traffic = [
-                asyncio.ensure_future(_use(client, server, random.Random(number)))
-                for number in range(_CLIENTS)
-            ]
-            await asyncio.sleep(seconds / 4)  # caches fill
-            samples = await _sample(server.process.pid, seconds * 3 / 4)
-            for task in traffic:
-                task.cancel()
-            counts = await asyncio.gather(*traffic)
-            cleared = await _wait_cleared(client, server)
+        await asyncio.to_thread(server.wait)
+        before = set(_engines(server.process_id))
+        traffic = MixedTraffic(server)
+        clients = [
+            asyncio.ensure_future(traffic.use(random.Random(number))) for number in range(_CLIENTS)
+        ]
+        clients.append(asyncio.ensure_future(traffic.reload(repository, 30.0 if long else 4.0)))
+        await asyncio.sleep(seconds / 4)  # caches fill
+        samples = await _sample(server.process_id, seconds * 3 / 4)
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients)
+        await traffic.close()
+        rows = [_answers(traffic), *_growth(samples, long), await _wait_cleared(server)]
+        await asyncio.sleep(_CHECK_SECONDS)
+        rows.append(_unbroken(server, before))
     finally:
-        server.close()
-    return [_answers(counts), *_growth(samples, long), cleared]
+        await asyncio.to_thread(server.close)
+    return rows
 
 
-async def _wait_cleared(client: httpx.AsyncClient, server: TinyServer) -> Row:
-    """Wait until the engine has seen that the last clients have left."""
-    deadline = time.monotonic() + _MOST_SECONDS_AFTER
-    while True:
-        row = _cleared((await client.get(_metrics_url(server))).text)
-        if row.holds or time.monotonic() > deadline:
-            return row
-        await asyncio.sleep(0.1)
+def _engines(server: int) -> list[int]:
+    return [child for child in children_of(server) if "engine_worker" in command_of(child)]
 
 
-def _metrics_url(server: TinyServer) -> str:
-    return f"http://127.0.0.1:{server.ports['Metrics Service']}/metrics"
-
-
-async def _use(client: httpx.AsyncClient, server: TinyServer, chance: random.Random) -> list[int]:
-    """Send requests of many kinds until this is cancelled. Return how many were right and wrong."""
-    right = wrong = 0
-    base = f"{server.url}/v2/models/{MODEL}"
-    with suppress(asyncio.CancelledError):
-        while True:
-            first = chance.randrange(1, 500)
-            kind = chance.randrange(6)
-            if kind == 0:  # a client that leaves
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(chance.random() / 10):
-                        await stream(client, server, first, 1000, 1)
-                continue
-            if kind == 1:
-                answer = await client.post(f"{base}/generate", content=b"{" * chance.randrange(500))
-                found = answer.status_code == 500
-            elif kind == 2:
-                body = {"text_input": str(first), "max_tokens": 2}
-                answer = await client.post(f"{base}/generate", json=body)
-                found = answer.json().get("text_output") == f"{first + 1} {first + 2}"
-            elif kind == 3:
-                body = {"model": MODEL, "prompt": str(first), "max_tokens": 2}
-                answer = await client.post(f"{server.url}/v1/completions", json=body)
-                found = answer.status_code == 200
-            elif kind == 4:
-                found = (await client.get(f"{server.url}/v2/models/stats")).status_code == 200
-            else:
-                outcome = await stream(client, server, first, 20, 1)
-                found = outcome.events >= 1 and not outcome.error and not outcome.cut
-            right += found
-            wrong += not found
-    return [right, wrong]
-
-
-async def _sample(process: int, seconds: float) -> list[_Sample]:
-    samples = []
+async def _sample(server: int, seconds: float) -> dict[str, list[_Sample]]:
+    """Return samples of the server and of the engine that is not loaded again meanwhile."""
+    processes = [server, *_engines(server)]
+    samples: dict[int, list[_Sample]] = {process: [] for process in processes}
     begun = time.monotonic()
     for _ in range(_SAMPLES):
         await asyncio.sleep(seconds / _SAMPLES)
-        status = Path(f"/proc/{process}/status").read_text()
-        numbers = {name: int(value) for name, value in re.findall(r"(\w+):\s+(\d+)", status)}
-        files = len(os.listdir(f"/proc/{process}/fd"))
-        now = time.monotonic() - begun
-        samples.append(_Sample(now, numbers["RssAnon"], files, numbers["Threads"]))
-    return samples
+        for process in processes:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                samples[process].append(_measure(process, time.monotonic() - begun))
+    (engine,) = set(processes) & set(_engines(server))
+    return {"server": samples[server], "engine": samples[engine]}
 
 
-def _answers(counts: list[list[int]]) -> Row:
-    right, wrong = map(sum, zip(*counts, strict=True))
-    return Row("answers", f"{right} right, {wrong} wrong", wrong == 0 and right > 0)
+def _measure(process: int, seconds: float) -> _Sample:
+    status = Path(f"/proc/{process}/status").read_text()
+    numbers = {name: int(value) for name, value in re.findall(r"(\w+):\s+(\d+)", status)}
+    files = len(os.listdir(f"/proc/{process}/fd"))
+    return _Sample(seconds, numbers["RssAnon"] / 1024, files, numbers["Threads"])
 
 
-def _growth(samples: list[_Sample], long: bool) -> list[Row]:
+def _answers(traffic: MixedTraffic) -> Row:
+    kinds = traffic.right | traffic.wrong
+    right, wrong = traffic.right.total(), traffic.wrong.total()
+    found = f"{right} right, {wrong} wrong, of {len(kinds)} kinds"
+    found += f", {traffic.right['reload']} reloads"
+    for kind, problem in traffic.first_wrong.items():
+        found += f"; {kind}, {traffic.wrong[kind]} times, first: {problem}"
+    return Row("answers", found, wrong == 0 and min(kinds.values()) > 0)
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Return the median of the slopes between pairs of points: single peaks do not change it."""
+    return statistics.median(
+        (later[1] - earlier[1]) / (later[0] - earlier[0])
+        for earlier, later in combinations(points, 2)
+    )
+
+
+def _growth(samples: dict[str, list[_Sample]], long: bool) -> list[Row]:
     """In a quick run memory has not settled, so that only a leak of many megabytes is seen."""
-    half = len(samples) // 2
-    early = min(sample.memory_kib for sample in samples[:half]) / 1024
-    late = min(sample.memory_kib for sample in samples[half:]) / 1024
-    hours = (samples[-1].seconds - samples[0].seconds) / 2 / 3600
-    bound = max(_MOST_MIB_PER_HOUR * hours, 10.0 if not long else 5.0)
-    files = [max(sample.files for sample in part) for part in (samples[:half], samples[half:])]
-    threads = [max(sample.threads for sample in part) for part in (samples[:half], samples[half:])]
-    return [
-        Row("RssAnon of the server", f"{early:.1f}, then {late:.1f} MiB", late - early <= bound),
-        Row("open files", f"{files[0]}, then {files[1]}", files[1] <= files[0] + 2 * _CLIENTS),
-        Row("threads", f"{threads[0]}, then {threads[1]}", threads[1] <= threads[0] + 4),
-    ]
+    rows = []
+    for name, found in samples.items():
+        seconds = found[-1].seconds - found[0].seconds
+        per_second = slope([(one.seconds, one.memory_mib) for one in found])
+        per_hour, growth = per_second * 3600, per_second * seconds
+        at = f"{found[0].memory_mib:.1f}, at the end {found[-1].memory_mib:.1f} MiB"
+        rows.append(
+            Row(
+                f"RssAnon of the {name}",
+                f"{at}; slope {per_hour:+.1f} MiB an hour",
+                per_hour <= _MOST_MIB_PER_HOUR if long else growth <= _MOST_MIB_QUICK,
+            )
+        )
+        for what in ("files", "threads"):
+            values = [getattr(one, what) for one in found]
+            points = list(zip((one.seconds for one in found), values, strict=True))
+            drift = slope(points) * seconds
+            text = f"{min(values)} to {max(values)}; slope {drift:+.1f} in the run"
+            bound = _MOST_DRIFT if long else 2.0 * _CLIENTS
+            rows.append(Row(f"{what} of the {name}", text, drift <= bound))
+    return rows
+
+
+async def _wait_cleared(server: RealServer) -> Row:
+    """Wait until the engines have seen that the last clients have left."""
+    deadline = time.monotonic() + _MOST_SECONDS_AFTER
+    async with httpx.AsyncClient(trust_env=False) as client:
+        while True:
+            row = _cleared((await client.get(f"http://{server.metrics}/metrics")).text)
+            if row.holds or time.monotonic() > deadline:
+                return row
+            await asyncio.sleep(0.1)
 
 
 def _cleared(metrics: str) -> Row:
-    """All requests have ended, and their blocks are free."""
-    found = re.search(r'block_type="used"[^\n]*\} (\S+)', metrics)
-    running = re.search(r"^slipstream_requests_running\{[^\n]*\} (\S+)", metrics, re.MULTILINE)
-    used = found[1] if found else "unknown"
-    left = running[1] if running else "unknown"
-    holds = {used, left} <= {"0", "0.0"}
-    return Row("at the end", f"{left} requests run, {used} blocks are used", holds)
+    """All requests have ended, and all blocks are free."""
+    blocks: dict[str, list[float]] = {"used": [], "free": [], "max": []}
+    for kind, value in re.findall(r'kv_cache_block_type="(\w+)"[^\n]*\} (\S+)', metrics):
+        if kind in blocks:
+            blocks[kind].append(float(value))
+    running = re.findall(r"^slipstream_requests_running\{[^\n]*\} (\S+)", metrics, re.MULTILINE)
+    left = sum(map(float, running))
+    found = f"{left:.0f} requests run, {sum(blocks['used']):.0f} blocks are used, "
+    found += f"{sum(blocks['free']):.0f} of {sum(blocks['max']):.0f} are free"
+    exact = bool(running and blocks["max"]) and blocks["free"] == blocks["max"]
+    return Row("at the end", found, left == 0 and not any(blocks["used"]) and exact)
+
+
+def _unbroken(server: RealServer, before: set[int]) -> Row:
+    """An engine that finds a block without an owner, or with two, ends, and the log says so."""
+    same = len(before & set(_engines(server.process_id)))
+    bad = [line for line in server.log().splitlines() if line.startswith("E")]
+    text = f"{same} engine is the first one, the other was loaded again, {len(bad)} errors logged"
+    if bad:
+        text += f"; first: {bad[0][:200]}"
+    return Row("integrity check of the idle engines", text, same == 1 and not bad)

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,3 +37,16 @@ def show(name: str, rows: Sequence[Row], seconds: float) -> str:
     ]
     lines += [f"| {row.case} | {row.found} | {_WORDS[row.holds]} |" for row in rows]
     return "\n".join(lines)
+
+
+def summary(found: Mapping[str, Sequence[Row]]) -> str:
+    """Return a line with what held, what did not, and what was not tried."""
+    rows = [(f"{name}: {row.case}", row.holds) for name, some in found.items() for row in some]
+    failed = [case for case, holds in rows if holds is False]
+    not_tried = [case for case, holds in rows if holds is None]
+    parts = [f"{sum(holds is True for _, holds in rows)} rows hold"]
+    if failed:
+        parts.append(f"{len(failed)} do NOT hold ({'; '.join(failed)})")
+    if not_tried:
+        parts.append(f"{len(not_tried)} not tried ({'; '.join(not_tried)})")
+    return ", ".join(parts)

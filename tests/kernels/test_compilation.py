@@ -66,22 +66,20 @@ def test_a_worker_that_ends_leaves_the_rest_to_the_first_launch(tmp_path, monkey
 def test_a_pool_starts_only_for_kernels_that_are_not_compiled(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(pools, "version", lambda package: "3.6.0")
-    monkeypatch.setattr(pools.os, "sched_getaffinity", lambda process: range(8))
     monkeypatch.setattr(pools, "CompilePool", lambda *given: started.append(given))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pools.start_pool("a model")
+    pools.start_pool("a model", 8)
     ((processes, marker),) = started
     assert processes == 7
     marker.touch()
-    pools.start_pool("a model")
+    pools.start_pool("a model", 8)
     assert len(started) == 1
-    pools.start_pool("another model")
+    pools.start_pool("another model", 8)
     assert len(started) == 2
     monkeypatch.setattr(pools, "version", lambda package: "3.7.0")
-    pools.start_pool("a model")
+    pools.start_pool("a model", 8)
     assert len(started) == 3
-    monkeypatch.setattr(pools.os, "sched_getaffinity", lambda process: range(2))
-    pools.start_pool("a third model")
+    pools.start_pool("a third model", 2)
     assert len(started) == 3
 
 

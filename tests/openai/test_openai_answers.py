@@ -12,6 +12,9 @@ import pytest
 from http_support import post
 
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.server.kserve.inference import ModelRegistry
+from slipstream.server.models.text_model import find_text_model
+from slipstream.server.openai.models import text_models
 
 MESSAGES: Any = [
     {"role": "system", "content": "Be brief."},
@@ -50,6 +53,16 @@ def chat_ids(serving, messages) -> list[int]:
 def scores(answer) -> list[float]:
     """Which tell prompts apart whose likeliest answer is the same."""
     return [entry.logprob for entry in answer.choices[0].logprobs.content]
+
+
+def test_models_with_names_of_the_tutorials_are_listed_last(serving):
+    """Clients that choose the first model get an imported one, whatever its name."""
+    model = find_text_model(serving.registry, "ensemble")[1]
+    registry = ModelRegistry()
+    for name in ("ensemble", "smollm2", "tensorrt_llm_bls", "tiny"):
+        registry.add(name, 1, model)
+    listed = [found.id for found in text_models(registry)]
+    assert listed == ["smollm2", "tiny", "ensemble", "tensorrt_llm_bls"]
 
 
 def test_text_models_and_adapters_are_listed(serving):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,3 +165,16 @@ def test_a_workspace_keeps_changed_files_and_writes_missing_ones(tmp_path: Path)
     (tmp_path / "w" / "tools" / "fill_template.py").unlink()
     assert write_workspace(tmp_path / "w", "v0.10") == (1, (changed,))
     assert changed.read_text() == "mine"
+
+
+def test_a_script_of_a_workspace_says_that_its_python_lacks_the_package(tmp_path: Path) -> None:
+    write_workspace(tmp_path, "v0.10")
+    script = tmp_path / "tools" / "fill_template.py"
+    # -I and -S: no package of this environment can be imported
+    command = [sys.executable, "-I", "-S", str(script), "-i", "config.pbtxt"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(
+        f"error: slipstream is not installed for {sys.executable}; activate"
+    )
+    assert done.stderr.count("\n") == 1

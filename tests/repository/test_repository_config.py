@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.repository.config import ModelConfig, VersionPolicy, read_model_config
 from slipstream.repository.describe import config_document
+from slipstream.repository.ensembles import check_graph
 from slipstream.repository.problems import Problems
 from slipstream.repository.schema import ENUMS, MESSAGES
 
@@ -242,3 +243,40 @@ def test_every_type_of_the_schema_is_declared() -> None:
     scalars = {"string", "bool", "float", "int32", "uint32", "int64", "uint64"}
     used = {kind.rpartition(" ")[2] for message in MESSAGES.values() for kind in message.values()}
     assert used - scalars - set(ENUMS) - set(MESSAGES) == set()
+
+
+def test_the_first_problems_of_a_file_are_listed_and_the_others_counted(tmp_path: Path) -> None:
+    text = INPUT + "".join(f"field_{number}: 1\n" for number in range(2000))
+    _, problems = read(tmp_path, text)
+    lines = [str(problem) for problem in problems.found]
+    assert len(lines) == len(problems.errors) == 21
+    assert lines[0].endswith("config.pbtxt:2: field_0: there is no such field")
+    assert lines[-1].endswith("config.pbtxt: and 1980 more errors")
+    assert (problems.count(fatal=True), problems.count(fatal=False)) == (2000, 0)
+
+
+def test_warnings_of_a_file_are_counted_apart_from_its_errors(tmp_path: Path) -> None:
+    repeated = 'parameters { key: "k" value { string_value: "x" } }\n'
+    _, problems = read(tmp_path, INPUT + "wrong: 1\n" + repeated * 151)
+    assert (problems.count(fatal=True), problems.count(fatal=False)) == (1, 150)
+    assert str(problems.warnings[-1]).endswith("and 50 more warnings")
+    assert problems.found[0].fatal
+    assert len(problems.found) == 102
+
+
+def test_a_long_text_of_the_file_is_shortened_in_the_problem(tmp_path: Path) -> None:
+    _, problems = read(tmp_path, f'name: "{"a" * 60_000}"\n')
+    (problem,) = problems.errors
+    assert len(str(problem)) < 1000 + len(str(tmp_path))
+    assert problem.text.startswith("'aaa")
+    assert problem.text.endswith("folder, 'm'")
+
+
+def test_an_ensemble_with_too_many_steps_is_refused(tmp_path: Path) -> None:
+    steps = 'step { model_name: "x" }\n' * 501
+    text = f'platform: "ensemble"\n{INPUT}ensemble_scheduling {{\n{steps}}}'
+    config, problems = read(tmp_path, text)
+    assert config is not None
+    check_graph(config, {"m": config}, problems)
+    (problem,) = problems.errors
+    assert problem.text == "has 501 steps; at most 500 are possible"

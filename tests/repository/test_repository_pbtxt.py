@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.repository.pbtxt import MAX_DEPTH, Field, Message, PbtxtError, Scalar, parse_pbtxt
+from slipstream.repository.pbtxt import (
+    MAX_DEPTH,
+    MAX_VALUES,
+    Field,
+    Message,
+    PbtxtError,
+    Scalar,
+    parse_pbtxt,
+)
 
 Tree = list[tuple[str, "str | Tree | tuple[str, str]"]]
 
@@ -139,3 +147,26 @@ def test_errors_have_line_and_text(text: str, line: int, says: str) -> None:
         parse_pbtxt(text)
     assert caught.value.line == line
     assert says in caught.value.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('name: "' + "a" * 70_000 + '"', "a string of 70002 characters; at most 65536 are read"),
+        ("a" * 300 + ": 1", "a word of 300 characters; at most 256 are read"),
+        ("dims: [" + "1," * (MAX_VALUES + 1) + "]", "more than 20000 fields and items of lists"),
+        ("input { }" * (MAX_VALUES + 1), "more than 20000 fields and items of lists"),
+        ("name: " + '""' * (MAX_VALUES + 1), "more than 20000 fields and items of lists"),
+    ],
+    ids=["string", "word", "items", "messages", "adjacent strings"],
+)
+def test_files_that_no_model_needs_are_refused_before_the_end(text: str, message: str) -> None:
+    with pytest.raises(PbtxtError, match=message):
+        parse_pbtxt(text + "\n@")  # which would be another error
+
+
+def test_comments_and_blanks_do_not_count() -> None:
+    text = "#\n \t# more\n" * 100_000
+    assert parse_pbtxt(text + "a: 1").fields == (
+        Field("a", Scalar("number", "1", 200_001), 200_001),
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.server.engine_link.launched import Launched, find_launch
+from slipstream.server.engine_link.launched import Launched, LaunchError, find_launch
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -27,7 +27,9 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
         (TORCHRUN, Launched("torchrun", 0, 2, 2)),
         ({"RANK": "3", "WORLD_SIZE": "8"}, Launched()),  # not torchrun's
         ({**SLURM, **OPEN_MPI}, Launched("mpirun", 1, 4, 2)),  # mpirun inside of sbatch
-        ({"PMIX_RANK": "2"}, Launched("PMIx", 2, 3, 3)),
+        ({"PMIX_RANK": "2", "SLURM_NTASKS": "4"}, Launched("PMIx", 2, 4, 4)),
+        ({**SLURM, "PMIX_RANK": "3"}, Launched("srun", 3, 16, 8)),  # srun --mpi=pmix
+        ({**OPEN_MPI, "PMIX_RANK": "1"}, Launched("mpirun", 1, 4, 2)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launched("MPI", 1, 2, 2)),
         # a batch script without srun
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Launched("srun", 0, 1, 1)),
@@ -48,3 +50,10 @@ def test_the_place_is_read_from_the_variables_of_the_launcher(environment, expec
 def test_ranks_on_other_machines_are_counted():
     assert find_launch(SLURM).elsewhere == 8
     assert find_launch(TORCHRUN).elsewhere == 0
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_of_pmix_without_a_number_of_processes_is_refused(rank):
+    """PMIx sets no size. As a launch of one process, each would be a server of its own."""
+    with pytest.raises(LaunchError, match=f"PMIX_RANK is {rank}, and nothing says how many"):
+        find_launch({"PMIX_RANK": rank, "PMIX_NAMESPACE": "prterun-n1-7@1"})

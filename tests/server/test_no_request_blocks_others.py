@@ -19,22 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from canary import Canary, Gaps
+from large_vocabulary import TEXT, VOCABULARY, save_large_model
 from optional_tensors import write_declared
 from real_server import RealServer, build_engine
-from tiny_models import config_of, random_model
-from tokenizers import Tokenizer as TokenizerFile
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
-ROOT = Path(__file__).parents[2]
 MODEL = "chat"
-VOCABULARY = 16384  # of the model; the tokenizer has fewer tokens
-CONTEXT = 2048
 SCORED_TOKENS = 1300
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 JSON = {"content-type": "application/json"}
 LEAST_BOUND = 2.0  # seconds
 TIMES_IDLE = 10.0
-TEXT = "some words of a long prompt "
 
 
 class Answer(NamedTuple):
@@ -46,15 +39,7 @@ class Answer(NamedTuple):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[RealServer]:
     folder = tmp_path_factory.mktemp("others")
-    config = config_of(
-        "llama",
-        vocab_size=VOCABULARY,
-        max_position_embeddings=CONTEXT,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-    )
-    random_model(config).save_pretrained(folder / "hf")
-    save_tokenizer(folder / "hf")
+    save_large_model(folder / "hf")
     engine = build_engine(folder / "hf", folder / "engine")
     repository = write_declared(
         folder / "repo", engine, decoupled_mode="false", max_tokens_in_paged_kv_cache="8192"
@@ -62,27 +47,6 @@ def server(tmp_path_factory) -> Iterator[RealServer]:
     running = RealServer(repository, folder / "server").wait()
     yield running
     running.close()
-
-
-def save_tokenizer(folder: Path) -> None:
-    """Save a byte-level BPE tokenizer, such as those of most models."""
-    tokenizer = TokenizerFile(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024,
-        special_tokens=["</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([(ROOT / "docs" / "operations.md").read_text(), TEXT], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    names = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "</s>",
-        "chat_template": TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
 @pytest.fixture(scope="module")

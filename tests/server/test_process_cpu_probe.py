@@ -3,14 +3,21 @@
 import json
 import os
 import sys
+from dataclasses import replace
 
 import pytest
+from tiny_models import config_of, engine_tensors, random_model
 
 from slipstream.engine.settings import EngineSettings
-from slipstream.engine_worker import cpu_probe
-from slipstream.engine_worker.cpu_probe import CpuChoice, choose, choose_code
-from slipstream.kernels.cpu import machine
-from slipstream.kernels.cpu.compiler.levels import LEVELS
+from slipstream.engine_worker import cpu_probe, trials
+from slipstream.engine_worker.code_trial import choose_code
+from slipstream.engine_worker.cpu_probe import CpuChoice, choose
+from slipstream.engine_worker.process import start_real_engine
+from slipstream.kernels.cpu import machine, objects, trial
+from slipstream.kernels.cpu.compiler.levels import BY_NAME, LEVELS, possible_levels
+from slipstream.kernels.cpu.operations import WeightFormat
+from slipstream.weights.build import build_engine
+from slipstream.weights.home import cpu_code_folder
 
 NATIVE = ("Some CPU", frozenset({"avx512f", "avx512_bf16"}))
 PLAIN = ("Some CPU", frozenset({"avx2"}))
@@ -62,7 +69,7 @@ def test_when_no_format_works_float32_is_chosen(tmp_path, capfd):
 
 
 def test_a_trial_that_hangs_counts_as_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_probe, "TIME_LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(trials, "TIME_LIMIT_SECONDS", 0.2)
 
     def command(choice):
         return ["true"] if choice.dtype == "float32" else ["sleep", "600"]
@@ -98,7 +105,9 @@ def test_the_settings_win_over_the_trial(monkeypatch):
         cpu_probe, "choose", lambda: pytest.fail("ran a trial although the format was set")
     )
     monkeypatch.setattr(
-        cpu_probe, "choose_code", lambda: pytest.fail("ran a trial although the code was set")
+        cpu_probe,
+        "choose_code",
+        lambda progress: pytest.fail("ran a trial although the code was set"),
     )
     own = EngineSettings(device="cpu", dtype="float32", cpu_code="off")
     for settings in (own, EngineSettings(device="cuda")):
@@ -113,11 +122,71 @@ def test_the_device_is_named_before_torch_is_loaded(monkeypatch):
 
 def test_the_choice_reaches_the_settings_and_the_environment(monkeypatch):
     monkeypatch.setattr(cpu_probe, "choose", lambda: CpuChoice("bfloat16", "AVX512_CORE_BF16"))
-    monkeypatch.setattr(cpu_probe, "choose_code", lambda: "avx2")
+    monkeypatch.setattr(cpu_probe, "choose_code", lambda progress: "avx2")
     monkeypatch.setenv(cpu_probe.ISA_VARIABLE, "")
     prepared = cpu_probe.prepare(EngineSettings(device="cpu"))
     assert (prepared.dtype, prepared.cpu_code) == ("bfloat16", "avx2")
     assert os.environ[cpu_probe.ISA_VARIABLE] == "AVX512_CORE_BF16"
+
+
+def llama_spec():
+    return engine_tensors(random_model(config_of("llama")))[0]
+
+
+@pytest.fixture
+def old_cpu(monkeypatch):
+    """A CPU with AVX2 at most, on which torch computes in float32."""
+    flags = BY_NAME["avx2"].flags
+    for module in (cpu_probe, machine):
+        monkeypatch.setattr(module, "read_cpu", lambda: ("Some CPU", flags))
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(cpu_probe, "choose_code", lambda progress: "avx2")
+    monkeypatch.setattr(cpu_probe, "choose", lambda: CpuChoice("float32"))
+
+
+def test_compiled_code_computes_in_bfloat16_on_every_cpu(old_cpu, monkeypatch):
+    spec = llama_spec()
+    assert cpu_probe.prepare(EngineSettings(device="cpu"), spec).dtype == "bfloat16"
+    own = EngineSettings(device="cpu", dtype="float32")
+    assert cpu_probe.prepare(own, spec).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("settings", "heads"),
+    [({"ranks": 2}, 16), ({"cpu_code": "off"}, 16), ({}, 8), ({"cpu_code": "avx512"}, 16)],
+    ids=str,
+)
+def test_where_torch_computes_it_decides_the_format(old_cpu, settings, heads):
+    spec = replace(llama_spec(), head_size=heads)
+    prepared = cpu_probe.prepare(EngineSettings(device="cpu", **settings), spec)
+    assert prepared.dtype == "float32"
+
+
+def test_amx_is_tried_before_adapters_use_it(old_cpu, monkeypatch):
+    flags = BY_NAME["avx2"].flags | {"amx_tile"}
+    monkeypatch.setattr(cpu_probe, "read_cpu", lambda: ("Some CPU", flags))
+    monkeypatch.setattr(cpu_probe, "choose", lambda: CpuChoice("float32", "AVX512_CORE"))
+    monkeypatch.setenv(cpu_probe.ISA_VARIABLE, "")
+    spec = llama_spec()
+    assert cpu_probe.prepare(EngineSettings(device="cpu"), spec).dtype == "bfloat16"
+    assert os.environ[cpu_probe.ISA_VARIABLE] == "AVX512_CORE"
+
+
+def test_a_quantised_engine_keeps_its_bits_without_instructions_for_bfloat16(tmp_path, monkeypatch):
+    monkeypatch.setenv(machine.VARIABLE, "avx2")
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(cpu_probe, "choose", lambda: pytest.fail("torch was tried"))
+    monkeypatch.setattr(objects, "_loaded", {})
+    phases = []
+    monkeypatch.setattr(cpu_probe, "show_progress", lambda *phase: phases.append(phase))
+    sizes = {"hidden_size": 128, "intermediate_size": 192}
+    random_model(config_of("llama", **sizes)).save_pretrained(tmp_path / "hf")
+    folder = build_engine(tmp_path / "hf", tmp_path / "engine", weight_only="int4")
+    loop = start_real_engine(str(folder), EngineSettings(device="cpu", cache_tokens=256))
+    assert (loop.info.dtype, loop.runner._steps.team.code.level.name) == ("bfloat16", "avx2")
+    assert {part.format for part in loop.runner.model.layers[0].up.parts} == {WeightFormat.INT4}
+    assert phases == [(objects.PHASE, 0, 1), (objects.PHASE, 1, 1)]
+    loop.close()
 
 
 def test_the_real_trial_passes_in_float32(tmp_path):
@@ -152,9 +221,9 @@ def x86(monkeypatch):
 def test_the_best_code_that_works_is_chosen_and_remembered(tmp_path, x86):
     trials = CodeTrials("avx2")
     assert choose_code(trials, x86, tmp_path) == "avx2"
-    assert trials.tried == ["avx512-bf16", "avx512", "avx2"]
+    assert trials.tried == ["avx512-bf16", "avx512-vnni", "avx512", "avx2"]
     assert choose_code(trials, x86, tmp_path) == "avx2"
-    assert len(trials.tried) == 3
+    assert len(trials.tried) == 4
 
 
 def test_without_code_that_works_torch_computes(tmp_path, x86, capfd):
@@ -174,9 +243,59 @@ def test_the_variable_limits_the_trials(tmp_path, x86, monkeypatch):
     assert choose_code(trials, x86, tmp_path) == "off"
 
 
+def test_a_trial_that_took_too_long_is_run_again(tmp_path, x86, monkeypatch, capfd):
+    monkeypatch.setattr(trials, "TIME_LIMIT_SECONDS", 0.2)
+    assert choose_code(lambda level, home: ["sleep", "600"], x86, tmp_path) == "off"
+    trials_again = CodeTrials("avx2")
+    assert choose_code(trials_again, x86, tmp_path) == "avx2"
+    assert "no compiled code passed" in capfd.readouterr().err
+
+
+def test_results_of_other_machines_are_kept(tmp_path, x86):
+    choose_code(CodeTrials("avx2"), x86, tmp_path)
+    choose_code(CodeTrials("avx512"), ("Another CPU", x86[1]), tmp_path)
+    again = CodeTrials()
+    assert choose_code(again, x86, tmp_path) == "avx2"
+    assert again.tried == []
+
+
 def test_the_real_code_trial_passes_and_keeps_the_code(tmp_path, monkeypatch):
     monkeypatch.delenv(machine.VARIABLE, raising=False)
-    level = choose_code(home=tmp_path)
+    phases = []
+    level = choose_code(home=tmp_path, progress=lambda *phase: phases.append(phase))
+    assert level == possible_levels(machine.read_cpu()[1])[0].name
+    assert phases == [(objects.PHASE, 0, 1), (objects.PHASE, 1, 1)]
     kept = sorted(path.name for path in (tmp_path / "cpu-code").iterdir())
     assert kept[0].startswith(level + "-")
     assert kept[1:] == ["trials.json"]
+    (tmp_path / "cpu-code" / "trials.json").unlink()
+    choose_code(home=tmp_path, progress=lambda *phase: phases.append(phase))
+    assert len(phases) == 2  # only the trial ran again
+
+
+def test_without_a_home_code_is_compiled_once_and_one_warning_says_so(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.delenv(machine.VARIABLE, raising=False)
+    monkeypatch.setattr(objects, "_loaded", {})
+    (tmp_path / "file").write_text("")
+    home = tmp_path / "file" / "home"
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(home))
+    level = BY_NAME[choose_code()]
+    monkeypatch.setattr(objects, "_compile", lambda level: pytest.fail("compiled again"))
+    assert objects.load_code(level, cpu_code_folder(home)).level is level
+    [record] = caplog.records
+    assert "cannot keep the compiled CPU kernels" in record.getMessage()
+
+
+def test_a_trial_finds_code_that_computes_something_else(tmp_path, monkeypatch):
+    """A wrong result is not taken for a right one, whatever the operation."""
+    level = possible_levels(machine.read_cpu()[1])[0]
+    code = objects.load_code(level, None)
+    for name in ("_multiply", "_attend"):
+        right = getattr(trial, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(trial, name, lambda *given, right=right: right(*given) + 2)
+            with pytest.raises(ValueError, match="is wrong"):
+                trial.run_trial(code)
+    trial.run_trial(code)

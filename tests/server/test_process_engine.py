@@ -16,8 +16,14 @@ from submit import submit
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.client import EngineClient, EngineStartFailed, Supervision
 from slipstream.server.engine_link.engine import EngineUnavailable
-from slipstream.server.engine_link.link import SILENT_SECONDS, Silence
 from slipstream.server.engine_link.pool import EnginePool
+from slipstream.server.engine_link.process_state import ProcessState, read_state
+from slipstream.server.engine_link.silence import (
+    SILENT_SECONDS,
+    EngineState,
+    Responsiveness,
+    Silence,
+)
 from slipstream.server.metrics.server_metrics import ServerMetrics
 
 COMMAND = (sys.executable, str(Path(scripted.__file__)))
@@ -285,6 +291,96 @@ def test_long_steps_are_forgotten():
         silence.count(0.25, heard=True)
     silence.count(1.5, heard=False)
     assert silence.unusual
+
+
+def test_silence_of_a_process_that_computes_is_a_step():
+    silence = Silence(60.0)
+    for _ in range(53):
+        silence.count(0.25, heard=False, computed=True)
+    assert not silence.unusual
+    for _ in range(5):  # it has stopped to compute: it waits for something
+        silence.count(0.25, heard=False, explained=False)
+    assert silence.unusual
+    silence.count(0.25, heard=False, computed=True)
+    assert not silence.unusual
+    silence.count(0.25, heard=False, computed=True)  # 15.25 s, a quarter of the longest
+    silence.count(0.25, heard=False, computed=True)
+    assert silence.unusual
+
+
+def test_silence_without_a_step_is_unusual_after_a_moment_whatever_was_before():
+    silence = Silence(60.0)
+    silence.count(12.0, heard=False)
+    silence.count(0.25, heard=True)
+    silence.count(1.25, heard=False, explained=False)  # on a CPU, or without requests
+    assert silence.unusual
+    silence.count(0.0, heard=False, explained=True)  # a GPU may compute
+    assert not silence.unusual
+
+
+def respond(responsiveness, state, ticks, busy=False, heard=True):
+    for _ in range(ticks):
+        if heard:
+            responsiveness.note_message()
+        responsiveness.note_state(state, 0.25)
+        responsiveness.count_silence(0.25, busy=busy, on_cpu=True)
+
+
+def test_an_idle_engine_with_a_stopped_rank_does_not_respond_and_is_to_be_killed_soon():
+    responsiveness = Responsiveness(60.0)
+    respond(responsiveness, EngineState(), 100)
+    assert responsiveness.responds
+    stopped = EngineState(stopped="rank 1")
+    respond(responsiveness, stopped, 1)  # rank 0 still sends its messages
+    assert not responsiveness.responds
+    respond(responsiveness, stopped, 38)
+    assert responsiveness.find_hang() == ""
+    respond(responsiveness, EngineState(), 1)
+    assert responsiveness.responds
+    respond(responsiveness, stopped, 40)
+    assert responsiveness.find_hang() == "rank 1 has been stopped by a signal for 10 s"
+
+
+def test_the_patience_with_a_stopped_process_is_at_most_that_of_the_watchdog():
+    responsiveness = Responsiveness(4.0)
+    respond(responsiveness, EngineState(stopped="rank 1"), 16)
+    assert responsiveness.find_hang() == "rank 1 has been stopped by a signal for 4 s"
+    silent = Responsiveness(4.0)
+    respond(silent, EngineState(stopped="it"), 16, heard=False)
+    assert silent.find_hang() == "it sent no message for 4 s: it has been stopped by a signal"
+
+
+def test_processor_time_that_grows_explains_the_silence_of_a_busy_engine():
+    responsiveness = Responsiveness(60.0)
+    for tick in range(40):
+        state = EngineState(cpu_seconds=0.2 * tick)
+        respond(responsiveness, state, 1, busy=True, heard=False)
+    assert responsiveness.responds
+    respond(responsiveness, state, 5, busy=True, heard=False)
+    assert not responsiveness.responds
+    # of ranks on other machines it is not known, so the engine may be in a long step
+    remote = Responsiveness(60.0)
+    respond(remote, EngineState(cpu_seconds=None), 20, busy=True, heard=False)
+    respond(remote, EngineState(cpu_seconds=None), 1, busy=True)
+    respond(remote, EngineState(cpu_seconds=None), 19, busy=True, heard=False)
+    assert remote.responds
+    respond(remote, EngineState(cpu_seconds=None), 1, busy=False, heard=False)
+    assert not remote.responds
+
+
+def test_the_state_of_a_process_tells_that_a_signal_has_stopped_it():
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        while read_state(process.pid).cpu_seconds == 0.0:
+            time.sleep(0.01)
+        assert not read_state(process.pid).stopped
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert read_state(process.pid).stopped
+    finally:
+        process.kill()
+        process.wait()
+    assert read_state(process.pid) == ProcessState()
 
 
 async def test_process_with_slow_steps_is_not_replaced(launch):

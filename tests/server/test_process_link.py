@@ -102,6 +102,7 @@ def test_nan_of_an_unrequested_log_prob_is_kept():
         b"C" + msgspec.msgpack.encode({"request_ids": ["one"]}),
         b"G" + msgspec.msgpack.encode({"request_id": 1}),  # a field is missing
         encode(EngineStats()),  # a message of the other direction
+        encode(Cancel([1], "left")).replace(b"left", b"le\xfft"),  # text that is not UTF-8
     ],
 )
 def test_invalid_message_to_the_engine_is_refused(frame):

@@ -267,6 +267,8 @@ def test_messages_are_decoded_into_their_own_types_only(start):
         decode_from_host(encode(start))
     with pytest.raises(LinkError, match="damaged StartRank between machines"):
         decode_to_host(b"S\x93")
+    with pytest.raises(LinkError, match="damaged Machine between machines"):
+        decode_from_host(encode(from_host[0]).replace(b"n1", b"n\xff"))
 
 
 def test_a_host_of_another_job_is_refused(monkeypatch, hosts, start_host, start):

@@ -8,13 +8,13 @@ written under the family's names, by `renamed_models`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from renamed_models import WRITERS
-from tiny_models import SIZES, VOCABULARY, random_model
+from tiny_models import GPT2_SIZES, SIZES, VOCABULARY, random_model
 
 _SMALL = {**SIZES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _GPT_SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -24,7 +24,40 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+# the config field of the longest sequence, where it has another name
+_POSITIONS = {
+    "DbrxConfig": "max_seq_len",
+    "GPT2Config": "n_positions",
+    "GPTBigCodeConfig": "n_positions",
+    "MptConfig": "max_seq_len",
+}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.7,
+}
+_DEEPSEEK2 = {
+    **_DEEPSEEK,
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+}
+_GPT_OSS = {
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "sliding_window": 24,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "rope_parameters": {**_YARN, "truncate": False},
+}
 _LLAMA4 = {
     "head_dim": 16,
     "intermediate_size": 32,
@@ -44,6 +77,11 @@ class Variant:
     written_as: str = ""  # a name of `renamed_models.WRITERS`; empty: as transformers writes it
     sizes: dict[str, Any] = field(default_factory=lambda: _SMALL)
 
+    def with_positions(self, length: int) -> Variant:
+        """Return the variant with sequences of this length."""
+        field_name = _POSITIONS.get(self.config_class, "max_position_embeddings")
+        return replace(self, options={**self.options, field_name: length})
+
     def model(self) -> Any:
         """Return the random model of transformers."""
         import transformers
@@ -51,6 +89,7 @@ class Variant:
         config = getattr(transformers, self.config_class)(**{**self.sizes, **self.options})
         model = random_model(config).eval()
         _enlarge_norms(model)
+        _fill_corrections(model)
         prepare = WRITERS[self.written_as].prepare if self.written_as else None
         if prepare is not None:
             prepare(model)
@@ -79,6 +118,14 @@ def _enlarge_norms(model: Any) -> None:
             vector = parameter.dim() == 1 or name.endswith(("q_norm.weight", "k_norm.weight"))
             if vector and name.endswith(".weight"):
                 parameter.add_(1.0)
+
+
+def _fill_corrections(model: Any) -> None:
+    """Give routers corrections that change which experts are chosen."""
+    generator = torch.Generator().manual_seed(3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
 
 
 VARIANTS: dict[str, Variant] = {
@@ -287,6 +334,81 @@ VARIANTS: dict[str, Variant] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
         },
         sizes=_GPT_SIZES,
+    ),
+    "deepseek2": Variant("DeepSeek V2", "DeepseekV2Config", _DEEPSEEK2),
+    "deepseek2-lite": Variant(
+        "DeepSeek V2",
+        "DeepseekV2Config",
+        {
+            **_DEEPSEEK2,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
+    ),
+    "deepseek3": Variant(
+        "DeepSeek V3",
+        "DeepseekV3Config",
+        {
+            **_DEEPSEEK,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek3-one-group": Variant(
+        "DeepSeek V3",
+        "DeepseekV3Config",
+        {
+            **_DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "q_lora_rank": None,
+        },
+    ),
+    "gptoss": Variant("gpt-oss", "GptOssConfig", _GPT_OSS),
+    "gptoss-bounds": Variant(
+        "gpt-oss",
+        "GptOssConfig",
+        {
+            **_GPT_OSS,
+            "attention_bias": False,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.4,  # close to the values it bounds
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": _LINEAR,
+        },
+    ),
+    "gpt2-scaled-by-layer": Variant(
+        "gpt2",
+        "GPT2Config",
+        {**GPT2_SIZES, "scale_attn_by_inverse_layer_idx": True},
+        sizes=_GPT_SIZES,
+    ),
+    "gpt2-unscaled": Variant(
+        "gpt2", "GPT2Config", {**GPT2_SIZES, "scale_attn_weights": False}, sizes=_GPT_SIZES
+    ),
+    "opt-plain-norms": Variant(
+        "opt",
+        "OPTConfig",
+        {"ffn_dim": 96, "layer_norm_elementwise_affine": False},
+        sizes={name: size for name, size in _SMALL.items() if name != "num_key_value_heads"},
+    ),
+    "opt-plain-post-norms": Variant(
+        "opt",
+        "OPTConfig",
+        {
+            "ffn_dim": 96,
+            "layer_norm_elementwise_affine": False,
+            "do_layer_norm_before": False,
+            "word_embed_proj_dim": 32,
+        },
+        sizes={name: size for name, size in _SMALL.items() if name != "num_key_value_heads"},
     ),
     "llama4": Variant("Llama 4", "Llama4TextConfig", _LLAMA4),
     "llama4-some-dense": Variant(

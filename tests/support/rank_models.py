@@ -22,6 +22,7 @@ _GPT2_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 128}
 _OWN_SIZES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 32, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
     "gemma3": {"head_dim": 32},
+    "olmo3": {"sliding_window": 24},
     "opt": {"ffn_dim": 256, "do_layer_norm_before": True},
     "qwen2_moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
     "qwen3_moe": {"moe_intermediate_size": 128},
@@ -43,6 +44,7 @@ FAMILIES = (
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "olmo2",
 )
 FORMATS = (None, "int8", "int4", "fp8")
 

@@ -1,7 +1,7 @@
 """Runs of engines with one rank or several, for comparison. Run as a script it is one rank.
 
 `python rank_runs.py RANK SIZE FOLDER DEVICE`: FOLDER/cases.json lists the runs, [name, engine folder,
-kind] each. Rank 0 writes the results to FOLDER/results.json. All runs use one process group. With the
+kind] each. FOLDER/NAME.plans holds the plans of a run that are replayed, in hexadecimal. Rank 0 writes the results to FOLDER/results.json. All runs use one process group. With the
 DEVICE cuda all ranks run on the first GPU, where NCCL takes each of them for a machine of its own.
 """
 
@@ -19,14 +19,20 @@ from typing import Any
 from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.messages import Scores
+from slipstream.engine.plan import StepPlan
 from slipstream.engine.ranks.following import Follower, follow
-from slipstream.engine.ranks.leading import RankFailed
+from slipstream.engine.ranks.leading import LeadingRunner, RankFailed
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.ranks import connect, disconnect
 from slipstream.server.engine_link.link import RankPlace
-from slipstream.server.engine_link.rank_link import FollowerLinks, LeaderLink
+from slipstream.server.engine_link.rank_link import (
+    FollowerLinks,
+    LeaderLink,
+    decode_order,
+    encode_order,
+)
 from slipstream.weights.load import start_engine, start_follower
 
 VOCABULARY = 515
@@ -81,6 +87,7 @@ KINDS = {
     "windowed": Kind({"attention_windows": (32,), "cache_tokens": 40 * BLOCK_TOKENS}),
     "adapters": Kind(requests=6),
     "cancels": Kind(cancels=100),
+    "more cancels": Kind(cancels=1_000),
     "many cancels": Kind(cancels=10_000),
     "flipped": Kind(),
 }
@@ -206,12 +213,46 @@ def run(loop: EngineLoop, name: str, folder: str) -> dict[str, Any]:
     result["draft_tokens"] = stats.draft_tokens
     result["reused_blocks"] = stats.reused_blocks
     result["ranks"] = loop.info.ranks
+    result["most_scored"] = loop.scheduler.prompt_limits.most_scored
     result["weight_bytes"] = loop.info.weight_bytes
     return result
 
 
 def run_alone(folder: str, name: str, device: str = "cpu") -> dict[str, Any]:
     return run(start_engine(folder, settings_of(KINDS[name], 1, device)), name, folder)
+
+
+def record_plans(folder: str, name: str, plans: int) -> tuple[list[bytes], list[list[int]]]:
+    """Return the first plans of a run with one rank, as the leader would send them, and the tokens
+    that each of them sampled.
+    """
+    loop = start_engine(folder, settings_of(KINDS[name], 1))
+    frames: list[bytes] = []
+    tokens: list[list[int]] = []
+    launch = loop.runner.launch
+
+    def launch_recorded(plan: StepPlan) -> Any:
+        launched = launch(plan)
+        if len(frames) < plans:
+            frames.append(encode_order(plan))
+            tokens.append(launched.result().tokens)
+        return launched
+
+    loop.runner.launch = launch_recorded  # type: ignore[method-assign]
+    run(loop, name, folder)
+    return frames, tokens
+
+
+def replay(loop: EngineLoop, frames: list[bytes]) -> dict[str, Any]:
+    """Carry out recorded plans, and return the tokens that each of them sampled."""
+    tokens = []
+    for frame in frames:
+        plan = decode_order(frame)
+        assert isinstance(plan, StepPlan)
+        tokens.append(loop.runner.launch(plan).result().tokens)
+    assert isinstance(loop.runner, LeadingRunner)
+    loop.runner.check_integrity()  # the digests of all ranks are equal
+    return {"tokens": tokens, "ranks": loop.info.ranks}
 
 
 def run_ranks(
@@ -273,7 +314,12 @@ def main() -> None:
             link.close()
         else:
             loop = start_engine(engine, settings, ranks=ranks, followers=FollowerLinks(paths))
-            results[case] = run(loop, name, engine)
+            recorded = folder / f"{case}.plans"
+            if recorded.exists():
+                frames = [bytes.fromhex(line) for line in recorded.read_text().split()]
+                results[case] = replay(loop, frames)
+            else:
+                results[case] = run(loop, name, engine)
             loop.close()
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from slipstream.kernels.ranks import ALONE
+
 T = TypeVar("T")
 
 
@@ -50,7 +52,13 @@ class ThreadRanks:
         return whole
 
     def likeliest(self, part: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        best, tokens = ALONE.likeliest(part, first)
+        values, places = (
+            torch.stack(found) for found in zip(*self._exchange((best, tokens)), strict=True)
+        )
+        largest = values.amax(dim=0)  # [rows]
+        wins = (values == largest) | values.isnan()
+        return largest, places.masked_fill(~wins, 1 << 62).amin(dim=0)
 
     def least(self, number: int) -> int:
         return min(self._exchange(number))

@@ -29,7 +29,7 @@ def save_model(
     # the end token is unlikely, so answers have the requested length
     options.setdefault("tie_word_embeddings", False)
     config = config_of(
-        family, vocab_size=VOCABULARY, bos_token_id=BEGIN, eos_token_id=END, **sizes, **options
+        family, vocab_size=VOCABULARY, bos_token_id=BEGIN, eos_token_id=END, **{**sizes, **options}
     )
     model = decided_model(config) if decided else random_model(config)
     model.generation_config.eos_token_id = END

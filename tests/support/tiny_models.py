@@ -83,6 +83,8 @@ def config_of(family: str, **options: Any) -> Any:
         "mixtral": hf.MixtralConfig,
         "qwen2_moe": hf.Qwen2MoeConfig,
         "qwen3_moe": hf.Qwen3MoeConfig,
+        "olmo2": hf.Olmo2Config,
+        "olmo3": hf.Olmo3Config,
     }
     sizes = dict(GPT2_SIZES if family in ("gpt2", "gptj") else SIZES) | OWN_SIZES.get(family, {})
     if family in ("opt", "gpt_neox", "falcon"):

@@ -151,6 +151,15 @@ def children_of(process_id: int) -> list[int]:
     return found
 
 
+def parent_of(process_id: int) -> int:
+    (line,) = (
+        line
+        for line in Path(f"/proc/{process_id}/status").read_text().splitlines()
+        if line.startswith("PPid:")
+    )
+    return int(line.split()[1])
+
+
 def command_of(process_id: int) -> str:
     try:
         return Path(f"/proc/{process_id}/cmdline").read_bytes().replace(b"\0", b" ").decode()

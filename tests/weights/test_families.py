@@ -95,10 +95,10 @@ def test_rope_scaling_is_read_under_both_keys_and_in_both_places(type_key: str, 
     assert spec.max_positions == 2048
 
 
-def test_dynamic_scaling_extends_the_config_length() -> None:
+def test_dynamic_scaling_is_served_up_to_the_trained_length() -> None:
     spec = read_spec({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}})
-    assert spec.rope_scaling == RopeScaling("dynamic", 2.0, 512)
-    assert spec.max_positions == 1024
+    assert spec.rope_scaling is None
+    assert spec.max_positions == 512
 
 
 def test_llama3_scaling_is_read() -> None:
@@ -248,18 +248,31 @@ def test_gpt2_spec() -> None:
     )
 
 
-def test_gpt2_option_that_changes_the_mathematics_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="scale_attn_by_inverse_layer_idx"):
-        read_spec(
-            {
-                "model_type": "gpt2",
-                "vocab_size": 100,
-                "n_embd": 48,
-                "n_layer": 2,
-                "n_head": 3,
-                "scale_attn_by_inverse_layer_idx": True,
-            }
-        )
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 100,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 3,
+}
+
+
+def test_gpt2_with_cross_attention_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="add_cross_attention=True"):
+        read_spec({**GPT2, "add_cross_attention": True})
+
+
+@pytest.mark.parametrize(
+    ("options", "scales"),
+    [
+        ({}, [0.25, 0.25]),
+        ({"scale_attn_by_inverse_layer_idx": True}, [0.25, 0.125]),
+        ({"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}, [1.0, 0.5]),
+    ],
+)
+def test_gpt2_scales_scores_by_layer(options: dict[str, Any], scales: list[float]) -> None:
+    spec = read_spec({**GPT2, **options})
+    assert [spec.scale_of_layer(layer) for layer in range(2)] == pytest.approx(scales)
 
 
 def test_unsupported_architecture_error_lists_supported_ones_and_unknown_tensors() -> None:
@@ -267,7 +280,7 @@ def test_unsupported_architecture_error_lists_supported_ones_and_unknown_tensors
         "model.layers.0.self_attn.q_proj.weight",
         "model.layers.0.mlp.experts.3.w1.weight",
         "model.layers.1.mlp.experts.7.w1.weight",
-        "model.layers.1.mlp.router.weight",
+        "model.layers.1.mlp.selector.weight",
     ]
     with pytest.raises(UnsupportedModel) as refusal:
         find_family({"architectures": ["MambaForCausalLM"]}, names)
@@ -276,8 +289,21 @@ def test_unsupported_architecture_error_lists_supported_ones_and_unknown_tensors
         assert family.architectures[0] in text
     assert text.startswith("architecture MambaForCausalLM is not supported")
     assert text.endswith(
-        ": model.layers.N.mlp.experts.N.w1.weight, model.layers.N.mlp.router.weight"
+        ": model.layers.N.mlp.experts.N.w1.weight, model.layers.N.mlp.selector.weight"
     )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("Gemma3nForConditionalGeneration", "layers share keys and values.*use Gemma 3$"),
+        ("Qwen3NextForCausalLM", "a state for each sequence.*use Qwen3 with experts"),
+        ("DeepseekV32ForCausalLM", "sparse attention.*use DeepSeek V3 or V3.1$"),
+    ],
+)
+def test_known_architectures_that_are_not_served_say_why(architecture: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"^architecture {architecture} .*{reason}"):
+        find_family({"architectures": [architecture]})
 
 
 def test_a_missing_size_is_refused_by_name() -> None:
@@ -572,15 +598,24 @@ REFUSED = [
         "rope_type=yarn of sliding_attention",
     ),
     (
-        "OPTForCausalLM",
-        {"layer_norm_elementwise_affine": False},
-        "layer_norm_elementwise_affine=False",
-    ),
-    (
         "FalconForCausalLM",
         {"new_decoder_architecture": True, "parallel_attn": False},
         "parallel_attn=False",
     ),
+    ("DeepseekV2ForCausalLM", {"topk_method": "noaux_tc"}, "topk_method=noaux_tc"),
+    ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob=True"),
+    ("DeepseekV2ForCausalLM", {"topk_method": "group_limited_greedy"}, "'n_group'"),
+    ("DeepseekV3ForCausalLM", {"rope_interleave": False}, "rope_interleave=False"),
+    ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "scoring_func=softmax"),
+    (
+        "DeepseekV3ForCausalLM",
+        {"n_routed_experts": 10},
+        "2 experts a token cannot be chosen from 4 of 8 groups of 10 experts",
+    ),
+    ("BertModel", {"position_embedding_type": "relative_key"}, "relative_key"),
+    ("BertForSequenceClassification", {}, "token types.*XLMRobertaForSequenceClassification"),
+    ("RobertaModel", {"pad_token_id": 0}, "pad_token_id=0"),
+    ("GptOssForCausalLM", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
     ("Qwen2MoeForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True"),
     ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "9 experts a token, of 8"),
     (

@@ -359,6 +359,59 @@ def test_arrays_of_arrays_without_end_are_refused(tmp_path: Path) -> None:
         GgufSource(path, "gguf")
 
 
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _one_tensor(name: str, dims: tuple[int, ...], data_bytes: int = 0) -> bytes:
+    """Return a file of Qwen3's experts with one tensor of one byte per element."""
+    tensor = _text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, 24, 0)
+    return (
+        b"GGUF"
+        + struct.pack("<IQQ", 3, 1, 1)
+        + _text("general.architecture")
+        + struct.pack("<I", 8)
+        + _text("qwen3moe")
+        + tensor
+        + bytes(32 + data_bytes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        ((32, 0, 2**40), "blk.0.ffn_gate_exps.weight has a dimension of 0"),
+        ((0, 1, 1), "blk.0.ffn_gate_exps.weight has a dimension of 0"),
+        ((1, 1, 5000), "blk.0.ffn_gate_exps.weight has 5000 experts; models have at most 4096"),
+    ],
+)
+def test_experts_without_end_are_refused(
+    tmp_path: Path, dims: tuple[int, ...], message: str
+) -> None:
+    path = tmp_path / "experts.gguf"
+    path.write_bytes(_one_tensor("blk.0.ffn_gate_exps.weight", dims, 5000))
+    with pytest.raises(SourceError, match=message):
+        GgufSource(path, "gguf")
+
+
+@pytest.mark.parametrize("alignment", [0, -32, 2**30])
+def test_an_alignment_that_is_none_is_refused(tmp_path: Path, alignment: int) -> None:
+    path = tmp_path / "alignment.gguf"
+    entry = _text("general.alignment") + struct.pack("<Ii", 5, alignment)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry)
+    with pytest.raises(SourceError, match="damaged in its header"):
+        GgufSource(path, "gguf")
+
+
+def test_metadata_with_millions_of_texts_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "texts.gguf"
+    count = 1_600_000
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + _text("k") + struct.pack("<IIQ", 9, 8, count)
+    path.write_bytes(header + bytes(8 * count))
+    with pytest.raises(SourceError, match="damaged in its header"):
+        GgufSource(path, "gguf")
+
+
 def test_old_versions_and_big_endian_are_refused(tmp_path: Path, small_file: Path) -> None:
     content = small_file.read_bytes()
     for version in (b"\x01\0\0\0", b"\0\0\0\x03"):

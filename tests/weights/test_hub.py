@@ -166,3 +166,17 @@ def test_a_model_folder_mounted_as_the_cache_is_used(
     assert hub.requests == []
     with pytest.raises(SourceError, match="no such model"):  # the folder is a Llama, not a Mistral
         open_source("mistral-7b")
+
+
+def test_a_download_reports_its_bytes(hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
+    reports: list[tuple[str, int, int]] = []
+    open_source("hf:org/tiny", lambda *report: reports.append(report))
+    # config.json comes first, to refuse a model before its weights are fetched
+    names = hub.downloaded() - {"config.json"}
+    missing = sum((hub.folders["org/tiny"] / name).stat().st_size for name in names)
+    assert reports[0] == ("fetching org/tiny from the hub", 0, missing)
+    assert reports[-1] == ("fetching org/tiny from the hub", missing, missing)
+    assert capfd.readouterr().err == ""  # no bars of the library
+    reports.clear()
+    open_source("hf:org/tiny", lambda *report: reports.append(report))
+    assert reports == []

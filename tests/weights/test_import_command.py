@@ -60,7 +60,10 @@ def test_import_builds_the_engine_and_writes_the_repository(
     assert result.stdout.endswith(
         f"{listed}triton - INFO - Serve it with: triton start --repo {tmp_path / 'models'}\n"
     )
-    assert re.search(r"triton - INFO - weights: 100%, 0\.\d MB of 0\.\d MB\n", result.stdout)
+    assert re.search(
+        r"triton - INFO - weights: 100%, 0\.\d MB of 0\.\d MB, \d+\.\d MB/s, \d+\.\d s\n",
+        result.stdout,
+    )
     engine = only_engine(tmp_path / "home" / "engines")
     assert engine.spec.layers == 2
     assert str(engine.path) in (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text()

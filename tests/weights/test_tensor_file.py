@@ -73,6 +73,18 @@ def test_tensors_that_were_not_written_are_reported(tmp_path: Path) -> None:
         write_tensors(tmp_path / "file", LAYOUT, [("a", A)])
 
 
+def _header(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+def _escaped_entries(count: int) -> bytes:
+    entries = (
+        f'"{position}":{{"dtype":"U8","shape":[0],"data\\u005foffsets":[0,0]}}'
+        for position in range(count)
+    )
+    return b"{" + ",".join(entries).encode() + b"}"
+
+
 def _entry(**change: object) -> bytes:
     header = json.dumps(
         {"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **change}}
@@ -93,11 +105,17 @@ def _entry(**change: object) -> bytes:
         (_entry(data_offsets=[0]), "entry for t cannot be read"),
         (_entry(shape=[-2]), "entry for t cannot be read"),
         (_entry(dtype="F4"), "has type F4"),
-        ((2).to_bytes(8, "little") + b"[]", "not a table"),
+        ((2).to_bytes(8, "little") + b"[]", "an entry of its header cannot be read"),
         ((4).to_bytes(8, "little") + b"\xff\xfe{}", "not JSON"),
-        ((90_000).to_bytes(8, "little") + b"[" * 90_000, "not JSON"),
-        # counted before it is parsed
-        ((5_000_000).to_bytes(8, "little") + b'"data_offsets"[    ' * 300_000, "more than 262144"),
+        ((90_000).to_bytes(8, "little") + b'{"a":{"b":' + b"[" * 89_990, "not JSON"),
+        (_entry(dtype=4), "an entry of its header cannot be read"),
+        (_entry(shape=[1.5]), "an entry of its header cannot be read"),
+        # refused before it is parsed
+        (_header(b"{" * 140_000), "more than 131072 tensors"),
+        (_header(b" " * (17 << 20)), "at most 16777216 are read"),
+        # as written by somebody who knows which text would be counted
+        (_header(_escaped_entries(140_000)), "more than 131072 tensors"),
+        (_header(b'{"a": [' + b"[]," * 5_000_000), "an entry of its header cannot be read"),
     ],
 )
 def test_damaged_files_are_refused_with_the_reason(
@@ -108,6 +126,13 @@ def test_damaged_files_are_refused_with_the_reason(
     with pytest.raises(TensorFileError, match=message) as refusal:
         read_header(path)
     assert str(path) in str(refusal.value)
+
+
+def test_metadata_may_have_the_names_of_a_tensors_fields(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    metadata = {"dtype": "float16", "shape": "2 x 3", "data_offsets": "none", "format": "pt"}
+    save_file({"x": torch.zeros(3, 2)}, path, metadata)
+    assert read_header(path).slots == {"x": TensorSlot("F32", (3, 2))}
 
 
 @settings(max_examples=300, deadline=None)

@@ -102,8 +102,12 @@ def _add_ignored(parser: Parser) -> None:
     )
     for name in ("--oversubscribe", "--no-mpi"):
         ignored.add_argument(name, action="store_true", help="mpirun is not used.")
-    for name in ("--disable-spawn-processes", "--trtllm_llmapi_launch"):
-        ignored.add_argument(name, action="store_true", help=NO_EFFECT)
+    ignored.add_argument(
+        "--disable-spawn-processes",
+        action="store_true",
+        help="Allows --world_size over 1 with --multi-model. No further processes are started.",
+    )
+    ignored.add_argument("--trtllm_llmapi_launch", action="store_true", help=NO_EFFECT)
 
 
 def run(given: Namespace) -> int:
@@ -197,20 +201,31 @@ def busy_servers(processes: Path = Path("/proc")) -> list[int]:
 def _environment(given: Namespace) -> dict[str, str]:
     if not given.multi_model:
         return {WORLD_SIZE_VARIABLE: str(given.world_size)}
-    if given.world_size > 1:
-        raise CommandError("--multi-model and --world_size over 1 exclude each other")
-    return {
-        "TRTLLM_ORCHESTRATOR": "1",
-        **({"TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "0"} if given.disable_spawn_processes else {}),
-    }
+    # The world size counts the processes of all models, so it is not the ranks of each of them.
+    found = {WORLD_SIZE_VARIABLE: "1", "TRTLLM_ORCHESTRATOR": "1"}
+    if given.disable_spawn_processes:
+        found["TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"] = "0"
+    return found
 
 
 def _check_ranks(given: Namespace) -> None:
     if given.world_size < 1:
         raise CommandError(f"--world_size must be at least 1, not {given.world_size}")
-    if given.world_size > 1:
-        print(
-            f"[INFO] --world_size {given.world_size}: one server is started, which starts the "
-            "ranks of its engines itself",
-            flush=True,
+    if given.world_size == 1:
+        return
+    ranks = "the ranks of its engines itself"
+    if given.multi_model:
+        if not given.disable_spawn_processes:
+            raise CommandError(
+                f"--multi-model with --world_size {given.world_size} needs "
+                "--disable-spawn-processes, as in the old script; or leave --world_size out: the "
+                "server starts the ranks of each engine itself"
+            )
+        ranks = (
+            "as many ranks for each engine as it was built for; the other "
+            f"{given.world_size - 1} processes are not needed"
         )
+    print(
+        f"[INFO] --world_size {given.world_size}: one server is started, which starts {ranks}",
+        flush=True,
+    )

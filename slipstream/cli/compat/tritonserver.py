@@ -28,7 +28,7 @@ from slipstream.cli.compat.tritonserver_settings import (
 )
 from slipstream.cli.keys import origin, read_access, read_certificate
 from slipstream.cli.log import log
-from slipstream.server.engine_link.launched import Launched, find_launch
+from slipstream.server.engine_link.launched import Launched, LaunchError, find_launch
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.formats import FORMATS
 from slipstream.server.log.output import HANDLER, configure_log
@@ -95,7 +95,10 @@ def _run(given: FlagValues) -> int:
         raise FlagError(f"--log-format must be one of {known}, not '{given['log-format']}'")
     configure_log(format=given["log-format"])
     _check(given)
-    launched = find_launch()
+    try:
+        launched = find_launch()
+    except LaunchError as error:
+        raise CommandError(str(error)) from error
     cluster = _cluster_options(given, launched)
     if launched.rank != 0:
         return wait_for_signal(launched) if cluster is None else _run_host(given, cluster)

@@ -9,13 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.cli.arguments import Parser
+from slipstream.cli.doctor.engines import engines
 from slipstream.cli.doctor.machine import ask_torch, disks, gpus, processor, system, versions
 from slipstream.cli.doctor.ports import ports
 from slipstream.cli.doctor.ranks import ranks
 from slipstream.cli.doctor.report import Finding, Report, Section, hide_in_variable, hider, is_proxy
 from slipstream.repository.check import check_repository
 from slipstream.repository.known import DEFAULT_REPOSITORY
-from slipstream.server.engine_link.launched import LAUNCHERS, RANK_VARIABLES, find_launch
+from slipstream.server.engine_link.launched import (
+    LAUNCHERS,
+    RANK_VARIABLES,
+    Launched,
+    LaunchError,
+    find_launch,
+)
 from slipstream.weights.home import expand_home
 
 _VARIABLES = frozenset(
@@ -82,7 +89,10 @@ def examine(repository: Path | None) -> Report:
     torch = ask_torch()
     sections = [versions(torch), system(), processor(torch), gpus(torch)]
     sections += [ranks(torch, os.environ), disks(folder), ports()]
-    sections += [models(folder, asked_for=repository is not None), variables(os.environ)]
+    sections.append(models(folder, asked_for=repository is not None))
+    if os.path.isdir(folder):
+        sections.append(engines(folder))
+    sections.append(variables(os.environ))
     return Report(sections, hider())
 
 
@@ -100,7 +110,7 @@ def models(repository: Path, asked_for: bool) -> Section:
         return Section(
             "model repository", facts, [Finding(f"the repository cannot be read: {error}", remedy)]
         )
-    counts = f"{len(problems.errors)} errors, {len(problems.warnings)} warnings"
+    counts = f"{problems.count(fatal=True)} errors, {problems.count(fatal=False)} warnings"
     facts = {"folder": str(repository), "found": f"{counts} (slipstream check {repository})"}
     remedy = f"correct it, then: slipstream check {repository}"
     return Section(
@@ -113,7 +123,10 @@ def variables(environment: Mapping[str, str]) -> Section:
     known = sorted((name, value) for name, value in environment.items() if _matters(name))
     facts = {name: hide_in_variable(name, " ".join(value.split())) for name, value in known}
     findings = []
-    launched = find_launch(environment)
+    try:
+        launched = find_launch(environment)
+    except LaunchError:
+        launched = Launched()  # the section on ranks reports it
     if launched.rank != 0:
         name = next(found.rank for found in LAUNCHERS if found.name == launched.launcher)
         what = f"{name} is {environment[name]}: tritonserver is not the server, but a further rank"

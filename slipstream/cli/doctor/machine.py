@@ -18,6 +18,7 @@ from typing import Any
 from slipstream.cli.doctor.report import Finding, Section
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
+from slipstream.engine_worker.code_trial import choose_code, explain_code
 from slipstream.kernels.cpu.machine import read_cpu
 from slipstream.server.engine_link.child import child_environment
 from slipstream.server.metrics.machine import memory, nvidia_driver
@@ -134,10 +135,10 @@ def processor(torch: TorchReport) -> Section:
         "memory": f"{_gib(free)} available of {_gib(total)}",
         "instructions": torch.found.get("cpu_instructions", "unknown"),
     }
+    facts["compiled code"] = explain_code(choose_code(cpu=(model, flags)))
     if not torch.failure:
         choice = cpu_probe.choose(cpu=(model, flags))
-        facts["computes in"] = f"{choice.dtype}: {cpu_probe.explain(choice, flags)}"
-        facts["compiled code"] = cpu_probe.explain_code(cpu_probe.choose_code(cpu=(model, flags)))
+        facts["torch computes in"] = f"{choice.dtype}: {cpu_probe.explain(choice, flags)}"
     findings = []
     if free < _LITTLE_MEMORY:
         remedy = "end other programs, or take a smaller model"

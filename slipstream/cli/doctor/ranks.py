@@ -15,7 +15,7 @@ from slipstream.server.engine_link.cluster.key import (
     ClusterKeyError,
     read_cluster_key,
 )
-from slipstream.server.engine_link.launched import Launched, find_launch
+from slipstream.server.engine_link.launched import Launched, LaunchError, find_launch
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LITTLE_SHARED_MEMORY = 1 << 30
@@ -26,7 +26,12 @@ def ranks(
     torch: TorchReport, environment: Mapping[str, str], shared_memory: Path = _SHARED_MEMORY
 ) -> Section:
     """Return what ranks on this machine and on others would meet."""
-    launched = find_launch(environment)
+    try:
+        launched = find_launch(environment)
+        findings: list[Finding] = []
+    except LaunchError as error:
+        launched = Launched()
+        findings = [Finding("the place of this process is not known", str(error))]
     size = shutil.disk_usage(shared_memory).total if shared_memory.is_dir() else 0
     several = len(torch.found.get("gpus", ())) > 1
     facts = {
@@ -40,10 +45,7 @@ def ranks(
             f"{launched.launcher}: process {launched.rank} of {launched.size}, "
             f"{launched.elsewhere} on other machines"
         )
-    findings = [
-        *_gpu_findings(torch),
-        *_cluster_findings(launched, environment),
-    ]
+    findings += [*_gpu_findings(torch), *_cluster_findings(launched, environment)]
     if size < _LITTLE_SHARED_MEMORY and (several or launched.size > 1):
         what = f"{shared_memory} has {size // _MIB} MiB, and NCCL may need 1 GiB for several ranks"
         remedy = "give the container more, such as docker run --shm-size=2g"

@@ -75,9 +75,11 @@ def linear_shapes(spec: ModelSpec) -> tuple[LinearShape, ...]:
     projections = 2 if spec.gated_mlp else 1
     if spec.experts:
         projections = 0
+    # latent attention has no linear layer that makes queries, keys and values
+    qkv = (spec.q_size, spec.kv_size, spec.kv_size) if spec.latent is None else ()
     return (
-        LinearShape(spec.hidden_size, (spec.q_size, spec.kv_size, spec.kv_size)),
-        LinearShape(spec.q_size, (spec.hidden_size,)),
+        LinearShape(spec.hidden_size, qkv),
+        LinearShape(spec.attended_size, (spec.hidden_size,)),
         LinearShape(spec.hidden_size, (spec.ffn_size,) * projections),
         LinearShape(spec.ffn_size, (spec.hidden_size,) if projections else ()),
     )

@@ -13,6 +13,7 @@ from slipstream.engine.loop import Progress, warm_up
 from slipstream.kernels.cpu import machine
 from slipstream.kernels.cpu.compiler.levels import Level
 from slipstream.kernels.cpu.objects import load_code
+from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -28,14 +29,15 @@ def choose_path(
     spec: ModelSpec,
     choice: str,
     dtype: str,
-    ranks: int,
+    ranks: Ranks = ALONE,
 ) -> CpuPath:
     """Return how a model is computed. choice: the setting `cpu_code`"""
     level, reason = machine.choose_level(choice)
     if level is not None:
-        reason = unsupported(spec, dtype, ranks)
+        reason = unsupported(spec, dtype, ranks.size)
     if reason:
-        logger.info("torch computes this model on the CPU: %s", reason)
+        if ranks.rank == 0:  # all ranks decide alike
+            logger.info("torch computes this model on the CPU: %s", reason)
         return CpuPath(None, reason)
     return CpuPath(level, "")
 

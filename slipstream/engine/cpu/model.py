@@ -173,13 +173,16 @@ class CpuModel:
         parts = self._source.matrix(name, spec.vocab_size, spec.hidden_size)
         bias = self._head_bias(sum(part.outputs for part in parts))
         self.head = LinearWeights(parts, bias, self.exact)
+        shape = (spec.vocab_size, spec.hidden_size)
+        if own and self._source.is_in_blocks("transformer.vocab_embedding"):
+            parts = self._source.matrix("transformer.vocab_embedding", *shape)
+            own = False
         if not own:
             [packed] = parts
             self.embedding = EmbeddingTable(
                 TableFormat(packed.format), packed.address, packed.block_bytes, packed
             )
             return
-        shape = (spec.vocab_size, spec.hidden_size)
         rows = self._source.rows("transformer.vocab_embedding.weight", shape)
         is_float = rows.dtype == np.float32
         kind = TableFormat.F32_ROWS if is_float else TableFormat.BF16_ROWS

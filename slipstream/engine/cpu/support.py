@@ -14,8 +14,10 @@ DTYPES = ("float32", "bfloat16")
 _OTHER_OPTIONS = {
     "alibi": "scores have position biases",
     "attention_chunk": "attention is in chunks",
+    "causal": "attention goes in both directions",
     "embedding_norm": "embeddings are normalised",
     "input_norms": "attention and MLP take the residual stream as it is",
+    "latent": "keys and values come from latent vectors",
     "logit_scale": "logits are scaled",
     "norm_bias": "layer norms have no bias",
     "norm_weights": "norms have no weights",
@@ -25,6 +27,8 @@ _OTHER_OPTIONS = {
     "query_scaling": "queries are scaled by position",
     "residual_scale": "what layers add is scaled",
     "rotated_layers": "some layers have no RoPE",
+    "scale_by_layer": "the scale of the scores differs between layers",
+    "sink_logits": "heads have sink logits",
 }
 
 

@@ -74,6 +74,11 @@ class StoredWeights:
             return np.zeros((1, 1), dtype=np.float32)
         return np.ascontiguousarray(self._in_type(weight))
 
+    def is_in_blocks(self, name: str) -> bool:
+        """Return whether `name`.weight is one matrix in blocks of a GGUF file."""
+        weight = self._left.get(f"{name}.weight")
+        return isinstance(weight, BlockMatrix) and len(weight.parts) == 1
+
     def matrix(
         self, name: str, outputs: int, inputs: int, gated: bool = False
     ) -> tuple[Packed, ...]:

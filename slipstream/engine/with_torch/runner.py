@@ -51,16 +51,40 @@ class Runner:
             range(len(plan.rows)),
             plan.drafts,
         )
+        rows, lengths = sampling_places(plan, range(len(plan.rows)))
+        if self._exchanges_best(rows, selection):
+            return self._launch_best(plan, selection, rows, lengths)
         logits, pooled = self._forward(plan, selection)
         prompts = scores.prompt_logits(logits, selection, self.rows)
         if selection.samples is not None:
             logits = logits[selection.samples]
-        rows, lengths = sampling_places(plan, range(len(plan.rows)))
         if not rows:
             return Handle(None, self.rows, prompts, pooled)
         sampled = sampler.sample(logits, rows, lengths, self.rows)
         self.rows.tokens[rows, lengths] = sampled.tokens  # the next step reads them
         return Handle(sampled, self.rows, prompts, pooled)
+
+    def _exchanges_best(self, rows: list[int], selection: scores.LogitSelection) -> bool:
+        """Return whether the ranks need no logits of each other but the largest of each row."""
+        if self.model.ranks.size == 1 or not rows or selection.prompts or self.rows.pooling:
+            return False
+        return sampler.all_plain(rows, self.rows)
+
+    def _launch_best(
+        self,
+        plan: StepPlan,
+        selection: scores.LogitSelection,
+        rows: list[int],
+        lengths: list[int],
+    ) -> Handle:
+        """Carry out a step in which every row takes its likeliest token."""
+        step = self._step(plan, selection.tokens)
+        best, tokens = (found.numpy() for found in self.model.best_tokens(step, self.cache))
+        if selection.samples is not None:
+            best = best[selection.samples]
+            tokens = tokens[selection.samples]
+        self.rows.tokens[rows, lengths] = tokens
+        return Handle(sampler.Sampled(tokens, best, None, []), self.rows, [], [])
 
     def _forward(
         self, plan: StepPlan, selection: scores.LogitSelection
@@ -76,6 +100,7 @@ class Runner:
                 np.array(plan.counts),
                 self.rows,
                 range(len(plan.rows)),
+                scores_first=not self.model.spec.causal,
             )
         if pools is None:
             return self.model(self._step(plan, selection.tokens), self.cache).numpy(), []

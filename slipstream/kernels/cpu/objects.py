@@ -48,16 +48,32 @@ def load_code(
     folder: None: there is no cache
     """
     if level.name not in _loaded:
-        path = None if folder is None else folder / _file_name(level)
-        data = None if path is None else _read(path)
+        data = None if folder is None else _read(folder / _file_name(level))
         if data is None:
             progress(PHASE, 0, 1)
             data = _compile(level)
             progress(PHASE, 1, 1)
-            if path is not None:
-                _write(path, data)
-        image = Image(data)
-        _loaded[level.name] = Code(level, image.address("serve"), image.address("launch"), image)
+            if folder is not None:
+                keep_code(level, data, folder)
+        install_code(level, data)
+    return _loaded[level.name]
+
+
+def read_or_compile(level: Level, folder: Path) -> tuple[bytes, bool]:
+    """Return the code for an instruction level, and whether it was compiled now."""
+    data = _read(folder / _file_name(level))
+    return (_compile(level), True) if data is None else (data, False)
+
+
+def has_code(level: Level, folder: Path) -> bool:
+    """Return whether the cache has a file for an instruction level."""
+    return (folder / _file_name(level)).exists()
+
+
+def install_code(level: Level, data: bytes) -> Code:
+    """Load code into this process."""
+    image = Image(data)
+    _loaded[level.name] = Code(level, image.address("serve"), image.address("launch"), image)
     return _loaded[level.name]
 
 
@@ -90,13 +106,10 @@ def source_hash() -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the object in a file; None if there is none or it is damaged."""
+    """Return the object in a file; None if it cannot be read or is damaged."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        logger.warning("cannot read %s (%s); the CPU kernels are compiled again", path, error)
+    except OSError:  # what is wrong is reported when the file cannot be written
         return None
     code = data[_HASH_BYTES:]
     if hashlib.sha256(code).hexdigest().encode() != data[:_HASH_BYTES]:
@@ -105,15 +118,20 @@ def _read(path: Path) -> bytes | None:
     return code
 
 
-def _write(path: Path, code: bytes) -> None:
+def keep_code(level: Level, code: bytes, folder: Path) -> bool:
+    """Write code to the cache. Return whether that was possible."""
+    path = folder / _file_name(level)
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(hashlib.sha256(code).hexdigest().encode() + code)
         temporary.replace(path)
     except OSError as error:
         logger.warning(
-            "cannot keep the compiled CPU kernels in %s (%s); the next start compiles them again",
-            path.parent,
+            "cannot keep the compiled CPU kernels in %s (%s); each start compiles them again, "
+            "unless SLIPSTREAM_HOME is a folder that can be written",
+            folder,
             error,
         )
+        return False
+    return True

@@ -28,7 +28,7 @@ class Team:
         self._launch = function_of(code.launch)
         self._serve = function_of(code.serve)
         self._lock = threading.Lock()
-        self._code = code
+        self.code = code
         self._shared = aligned(int(Offsets.COUNTERS) + layout.RINGS * threads * layout.LINE)
         self._shared_fields = self._shared.view(np.int64)
         self._shared_fields[int(Offsets.SPINS) // 8] = spins

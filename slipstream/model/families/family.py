@@ -17,6 +17,7 @@ from slipstream.model.spec import ModelSpec
 
 _LAYER_NAME = re.compile(r"transformer\.layers\.(\d+)\.(.+)\.(weight|bias)")
 SCORE_WEIGHT = "score.weight"  # of a classifier, in checkpoints and in sources of all families
+_MOST_PREDICTION_LAYERS = 64  # several times what any model has
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -111,14 +112,15 @@ class WeightMap:
             layer, module, kind = match.groups()
             prefix = self.layer_prefix.format(layer=layer)
             sources = tuple(f"{prefix}{source}.{kind}" for source in self._modules(module, spec))
+        stacked = self._stacked(module, spec)
         order = self.rows.get(module)
         has_unit_rows = self.unit_rows.get(module)
         return Recipe(
             sources,
             transposed=kind == "weight" and module in self.transposed,
             rows=partial(order, spec) if order is not None else None,
-            stacked=self._stacked(module, spec),
-            flat=module in self.flat,
+            stacked=0 if kind == "bias" else stacked,
+            flat=module in self.flat or (kind == "bias" and stacked > 0),
             unit_rows=has_unit_rows is not None and has_unit_rows(spec),
         )
 
@@ -182,6 +184,25 @@ class Family:
     spec: Callable[[dict[str, Any]], ModelSpec]  # from a Hugging Face config.json
     weights: WeightMap
     model_types: tuple[str, ...] = field(default=())  # for a config.json without an architecture
+
+    def weights_of(self, config: dict[str, Any]) -> WeightMap:
+        """Return the map of a checkpoint. It leaves out the layers of multi-token prediction, which
+        follow the last layer.
+        """
+        layers = prediction_layers(config)
+        ignored = (
+            re.escape(self.weights.layer_prefix.format(layer=layer)) + ".*" for layer in layers
+        )
+        return replace(self.weights, ignored=(*self.weights.ignored, *ignored))
+
+
+def prediction_layers(config: dict[str, Any]) -> range:
+    """Return the numbers of a checkpoint's layers of multi-token prediction."""
+    first = config.get("num_hidden_layers")
+    count = config.get("num_nextn_predict_layers")
+    if not isinstance(first, int) or not isinstance(count, int):
+        return range(0)
+    return range(first, first + min(count, _MOST_PREDICTION_LAYERS))
 
 
 def collapse_layer(name: str) -> str:

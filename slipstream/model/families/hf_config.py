@@ -24,7 +24,6 @@ _ROPE_KINDS: dict[str, RopeKind] = {
     "su": "longrope",
     "longrope": "longrope",
     "linear": "linear",
-    "dynamic": "dynamic",
     "yarn": "yarn",
     "llama3": "llama3",
 }
@@ -165,12 +164,13 @@ def _rope_scaling(
     rope: dict[str, Any], config: dict[str, Any], positions: int
 ) -> RopeScaling | None:
     name = rope.get("rope_type") or rope.get("type") or "default"
-    if name == "default":
+    if name in ("default", "dynamic"):
+        # Dynamic scaling begins beyond the trained length. There it changes the keys of the whole
+        # sequence with each token, which cached keys cannot follow: the model is served up to it.
         return None
     if name not in _ROPE_KINDS:
-        raise UnsupportedModel(
-            f"rope type {name!r} is not supported; supported: default, {', '.join(_ROPE_KINDS)}"
-        )
+        known = ", ".join(("default", "dynamic", *_ROPE_KINDS))
+        raise UnsupportedModel(f"rope type {name!r} is not supported; supported: {known}")
     kind = _ROPE_KINDS[name]
     original = _original_positions(kind, rope, config) or positions
     factor = rope.get("factor") or positions / original
@@ -192,8 +192,8 @@ def _rope_scaling(
 
 
 def _original_positions(kind: RopeKind, rope: dict[str, Any], config: dict[str, Any]) -> int | None:
-    """Return the trained length. linear and dynamic stretch max_position_embeddings instead."""
-    if kind in ("linear", "dynamic"):
+    """Return the trained length. linear stretches max_position_embeddings instead."""
+    if kind == "linear":
         return None
     key = "original_max_position_embeddings"
     return config.get(key) or rope.get(key)
@@ -212,7 +212,7 @@ def _attention_factor(
 
 
 def _stretched_positions(positions: int, scaling: RopeScaling | None) -> int:
-    """Return the context that the model serves: configs with linear, dynamic or yarn scaling often
+    """Return the context that the model serves: configs with linear or yarn scaling often
     give the trained one.
     """
     if scaling is None or scaling.kind in ("llama3", "longrope"):

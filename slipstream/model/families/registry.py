@@ -9,6 +9,8 @@ from slipstream.model.families import (
     baichuan,
     cohere,
     dbrx,
+    deepseek,
+    encoders,
     exaone,
     glm,
     granite,
@@ -34,6 +36,7 @@ from slipstream.model.families.gpt import (
     gpt2,
     gpt_bigcode,
     gpt_neox,
+    gpt_oss,
     gptj,
     mpt,
     opt,
@@ -67,6 +70,8 @@ FAMILIES: tuple[Family, ...] = (
     *internlm.FAMILIES,
     baichuan.FAMILY,
     *exaone.FAMILIES,
+    *deepseek.FAMILIES,
+    gpt_oss.FAMILY,
     gpt2.FAMILY,
     gpt_bigcode.FAMILY,
     starcoder2.FAMILY,
@@ -76,8 +81,24 @@ FAMILIES: tuple[Family, ...] = (
     falcon.FAMILY,
     bloom.FAMILY,
     mpt.FAMILY,
+    *encoders.FAMILIES,
 )
 _NAMES_SHOWN = 8
+_LINEAR_STATE = (
+    "its layers of linear attention keep a state for each sequence, which the blocks of the KV "
+    "cache cannot hold"
+)
+_GEMMA_3N = "its layers share keys and values, and exchange several residual streams"
+# architectures that are asked for → why they are not served, and what to use instead
+_NOT_SERVED = {
+    "Gemma3nForCausalLM": (_GEMMA_3N, "Gemma 3"),
+    "Gemma3nForConditionalGeneration": (_GEMMA_3N, "Gemma 3"),
+    "Qwen3NextForCausalLM": (_LINEAR_STATE, "Qwen3 with experts (Qwen3MoeForCausalLM)"),
+    "DeepseekV32ForCausalLM": (
+        "its sparse attention chooses the keys of each query by an index of its own",
+        "DeepSeek V3 or V3.1",
+    ),
+}
 
 
 def supported_architectures() -> list[str]:
@@ -95,6 +116,10 @@ def find_family(config: dict[str, Any], tensor_names: Iterable[str] = ()) -> Fam
             return family
         if not architectures and config.get("model_type") in family.model_types:
             return family
+    for name in config.get("architectures") or []:
+        if name in _NOT_SERVED:
+            reason, other = _NOT_SERVED[name]
+            raise UnsupportedModel(f"architecture {name} is not supported: {reason}; use {other}")
     named = (
         ", ".join(config.get("architectures") or []) or config.get("model_type") or "(none named)"
     )
@@ -105,12 +130,15 @@ def find_family(config: dict[str, Any], tensor_names: Iterable[str] = ()) -> Fam
 
 
 def _causal_name(architecture: str) -> str:
-    """Return the name of the model that generates, for a bare model or a classifier."""
+    """Return the name of the model that generates, for a bare model or a classifier. For a
+    classifier of an encoder, the name of the bare model.
+    """
     for ending in ("ForSequenceClassification", "Model"):
         if architecture.endswith(ending):
-            name = f"{architecture.removesuffix(ending)}ForCausalLM"
-            if any(name in family.architectures for family in FAMILIES):
-                return name
+            stem = architecture.removesuffix(ending)
+            for name in (f"{stem}ForCausalLM", f"{stem}Model"):
+                if any(name in family.architectures for family in FAMILIES):
+                    return name
     return architecture
 
 

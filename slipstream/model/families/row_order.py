@@ -42,6 +42,42 @@ def paired_heads(spec: ModelSpec, heads: int) -> list[int]:
     return rows
 
 
+def paired_latent_queries(spec: ModelSpec) -> list[int]:
+    """Return the order for models with latent attention that rotate neighbouring columns together:
+    of the rotated part of each query, the first columns of all pairs, then the second ones.
+    """
+    assert spec.latent is not None
+    rows: list[int] = []
+    for head in range(spec.heads):
+        start = head * spec.latent.query_size
+        rows += range(start, start + spec.latent.plain_size)
+        rows += _unpaired(start + spec.latent.plain_size, spec.latent.rope_size)
+    return rows
+
+
+def paired_latent_key(spec: ModelSpec) -> list[int]:
+    """Return the same order for the latent vector and the rotated key behind it."""
+    assert spec.latent is not None
+    return [*range(spec.latent.kv_rank), *_unpaired(spec.latent.kv_rank, spec.latent.rope_size)]
+
+
+def _unpaired(start: int, size: int) -> list[int]:
+    return [*range(start, start + size, 2), *range(start + 1, start + size, 2)]
+
+
+def paired_expert_halves(spec: ModelSpec) -> list[int]:
+    """Return the order for files that hold the gate and up projections of an expert row by row in
+    turn: the gate projection of each expert, then its up projection.
+    """
+    assert spec.experts is not None
+    size = 2 * spec.experts.ffn_size
+    rows: list[int] = []
+    for start in range(0, spec.experts.count * size, size):
+        rows += range(start, start + size, 2)
+        rows += range(start + 1, start + size, 2)
+    return rows
+
+
 def expert_halves(spec: ModelSpec) -> list[int]:
     """Return the order for files that hold the gate projections of all experts, then all up
     projections: both of one expert after the other.

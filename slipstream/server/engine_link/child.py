@@ -37,6 +37,8 @@ from slipstream.server.engine_link.link import (
     new_socket_path,
     remove_socket,
 )
+from slipstream.server.engine_link.process_state import ProcessState, read_state
+from slipstream.server.engine_link.silence import EngineState
 from slipstream.server.log.capture import Relay
 from slipstream.server.log.output import HANDLER
 
@@ -100,6 +102,10 @@ class RankProcess:
     @property
     def ended(self) -> bool:
         return self._process.poll() is not None
+
+    @property
+    def state(self) -> ProcessState:
+        return read_state(self._process.pid)
 
     def wait(self) -> int:
         """Wait for the end of the process and of its output; return the exit code."""
@@ -206,6 +212,18 @@ class EngineChild:
     @property
     def _ranks(self) -> list[RankProcess | RemoteRank]:
         return [*self._local, *self._remote]
+
+    @property
+    def state(self) -> EngineState:
+        """What the kernels of all machines say about the processes."""
+        states = [rank.state for rank in self._ranks]
+        stopped = [
+            rank.label.removesuffix(": ") or "it"
+            for rank, state in zip(self._ranks, states, strict=True)
+            if state.stopped
+        ]
+        seconds = None if self._remote else sum(state.cpu_seconds for state in states)
+        return EngineState(stopped[0] if stopped else "", seconds)
 
     def link_path(self, index: int) -> str:
         """Return the path of the socket that this front end binds."""

@@ -8,8 +8,9 @@ dies and restarts it.
 
 When the process dies, its requests fail at once with the reason, and it is restarted a limited
 number of times; then `wait_failed` returns and the server exits. The process sends messages also
-while it has no work. One that is silent for a moment is not ready. One that is silent for too long
-must write its stacks, is killed, and counts as dead. This module does not import torch.
+while it has no work. One that is silent for a moment without computing is not ready, nor is one
+that a signal has stopped. One that is silent or stopped for too long must write its stacks, is
+killed, and counts as dead. This module does not import torch.
 
 A server of several processes has this client in its primary one. The others use a `LinkedEngine`,
 at the path that `link_path` returns.
@@ -41,10 +42,11 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
 from slipstream.server.engine_link.cluster.leader import RankHosts
 from slipstream.server.engine_link.engine import Engine
-from slipstream.server.engine_link.link import EngineFailed, FromEngine, Silence
+from slipstream.server.engine_link.link import EngineFailed, FromEngine
 from slipstream.server.engine_link.mailbox import InFlightRequest, LinkedRequests
 from slipstream.server.engine_link.past_totals import PastTotals
 from slipstream.server.engine_link.serve import STATS_SECONDS
+from slipstream.server.engine_link.silence import Responsiveness
 from slipstream.server.log.output import HANDLER
 
 logger = logging.getLogger(__name__)
@@ -110,8 +112,7 @@ class EngineClient:
         self._lost = False  # the process has failed, but may not have ended yet
         self._stopping = False
         self._restarts: deque[float] = deque()
-        self._silence = Silence(supervision.silence_seconds)
-        self._heard = False  # a message has come since silence was last counted
+        self._responsiveness = Responsiveness(supervision.silence_seconds)
         self._loading_seconds = 0.0
         self._idle_seconds = 0.0
         self._unloading = False
@@ -128,7 +129,7 @@ class EngineClient:
         if self._requests.asleep:
             return self.failure is None and not self._requests.draining
         accepts = self._requests.serving and not self._requests.draining
-        return accepts and not self._silence.unusual
+        return accepts and self._responsiveness.responds
 
     @property
     def failure(self) -> str | None:
@@ -215,7 +216,7 @@ class EngineClient:
         )
         self._loading_seconds = 0.0
         self._spawned = time.monotonic()
-        self._silence = Silence(self._supervision.silence_seconds)
+        self._responsiveness = Responsiveness(self._supervision.silence_seconds)
         self._lost = False
         self._verbose = False
 
@@ -279,7 +280,7 @@ class EngineClient:
         self._child.attach(self._on_message, self._on_exit, lambda: self._lost)
 
     def _on_message(self, message: FromEngine) -> None:
-        self._heard = True
+        self._responsiveness.note_message()
         if isinstance(message, StepOutputs):
             self._requests.deliver(message)
         elif isinstance(message, EngineStats):
@@ -390,17 +391,25 @@ class EngineClient:
             if self._child is None:
                 continue
             self._child.link.receive_some()
+            self._responsiveness.note_state(self._child.state, tick)
             if self._requests.serving:
-                self._silence.count(tick, self._heard)
-                self._heard = False
-                if self._silence.seconds >= limits.silence_seconds:
-                    await self._kill_hung(f"it sent no message for {limits.silence_seconds:g} s")
-                elif limits.idle_seconds:
+                on_cpu = self.info is not None and self.info.device == "cpu"
+                self._responsiveness.count_silence(tick, self._has_requests, on_cpu)
+            if reason := self._responsiveness.find_hang():
+                await self._kill_hung(reason)
+            elif self._requests.serving:
+                if limits.idle_seconds:
                     await self._count_idle(tick)
             elif not self._child.awaits_hosts:
                 self._loading_seconds += tick
                 if self._loading_seconds >= limits.start_seconds:
                     await self._kill_hung(f"not ready {limits.start_seconds:g} s after its start")
+
+    @property
+    def _has_requests(self) -> bool:
+        """Whether there are requests, of any front end."""
+        stats = self._process_stats
+        return bool(self.outstanding or stats.running or stats.waiting)
 
     # -- unloaded while idle
 

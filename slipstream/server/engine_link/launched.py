@@ -29,6 +29,7 @@ class Launcher:
     job: str = ""
     also: str = ""  # must be set, too: other programs set the first ones
     one_per_machine: bool = False
+    needs_size: bool = False  # without it, each process would be a server of its own
 
 
 # The first one that is set counts: mpirun inside of sbatch sets Slurm's variables, too.
@@ -60,7 +61,8 @@ LAUNCHERS = (
         "SLURM_STEP_NODELIST",
         "SLURM_JOB_ID",
     ),
-    Launcher("PMIx", "PMIX_RANK", "PMIX_SIZE"),
+    # PMIx sets no size. Slurm with PMIx sets its own variables, too, and so does Open MPI.
+    Launcher("PMIx", "PMIX_RANK", "SLURM_NTASKS", needs_size=True),
     Launcher("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
     Launcher(
         "LeaderWorkerSet",
@@ -71,6 +73,10 @@ LAUNCHERS = (
     ),
 )
 RANK_VARIABLES = tuple(launcher.rank for launcher in LAUNCHERS if not launcher.also)
+
+
+class LaunchError(ValueError):
+    """The place of this process is not known. The text says what to set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +98,19 @@ class Launched:
 
 
 def find_launch(environment: Mapping[str, str] = os.environ) -> Launched:
-    """Return where this process is."""
+    """Return where this process is. Raises LaunchError."""
     for launcher in LAUNCHERS:
         rank = _number(environment.get(launcher.rank))
         if rank is None or (launcher.also and launcher.also not in environment):
             continue
-        size = max(_number(environment.get(launcher.size)) or 1, rank + 1)
+        size = _number(environment.get(launcher.size))
+        if size is None and launcher.needs_size:
+            raise LaunchError(
+                f"{launcher.rank} is {rank}, and nothing says how many processes were started: "
+                "start them with srun, torchrun or Open MPI's mpirun, or unset "
+                f"{launcher.rank} to start one server"
+            )
+        size = max(size or 1, rank + 1)
         local = _number(environment.get(launcher.local_size, "").partition("(")[0].split(",")[0])
         local = 1 if launcher.one_per_machine else local or size
         local = min(local, size)

@@ -36,8 +36,6 @@ from slipstream.engine.messages import (
 from slipstream.engine.request import GenerateRequest
 
 EXIT_WITH_REASON = 70  # exit code of an engine process that has sent `EngineFailed`
-SILENT_SECONDS = 1.0  # longest silence of a process that is ready, if its steps are short
-_FORGET_SECONDS = 300.0  # time in which half of the longest silence is forgotten
 _BYTES_AT_ONCE = 2 << 20  # bytes of messages that are read before the event loop does other work
 _FOLDER_PREFIX = "slipstream-"
 _LOCK = "lock"  # a file that is locked while its folder is used
@@ -144,7 +142,7 @@ def _decode(frame: bytes, allowed: dict[bytes, type]) -> Any:
         raise LinkError(f"unexpected kind of message on the link: {kind!r}")
     try:
         return _DECODERS[kind].decode(memoryview(frame)[1:])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise LinkError(f"damaged {allowed[kind].__name__} on the link: {error}") from error
 
 
@@ -234,33 +232,6 @@ class ServerEnd:
         file behind.
         """
         remove_socket(self.path)
-
-
-class Silence:
-    """The time since the last message of a process, and whether it is unusually long.
-
-    Messages come between two steps, and a step on a CPU can take seconds.
-    """
-
-    def __init__(self, longest_seconds: float) -> None:
-        """`longest_seconds`: the silence after which the process is killed."""
-        self.seconds = 0.0
-        self._longest_seconds = longest_seconds
-        self._usual_seconds = 0.0  # the longest silence before; forgotten slowly
-
-    @property
-    def unusual(self) -> bool:
-        limit = min(2 * self._usual_seconds, self._longest_seconds / 4)
-        return self.seconds > max(SILENT_SECONDS, limit)
-
-    def count(self, seconds: float, heard: bool) -> None:
-        """Note that this much time has passed, and whether a message came in it."""
-        self._usual_seconds *= 0.5 ** (seconds / _FORGET_SECONDS)
-        if heard:
-            self._usual_seconds = max(self._usual_seconds, self.seconds)
-            self.seconds = 0.0
-        else:
-            self.seconds += seconds
 
 
 def new_socket_path() -> Path:

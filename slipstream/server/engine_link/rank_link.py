@@ -55,7 +55,7 @@ def decode_order(frame: bytes) -> Order:
         raise LinkError(f"unexpected kind of order: {frame[:1]!r}")
     try:
         order: Order = decoder.decode(memoryview(frame)[1:])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         name = _ORDERS[frame[:1]].__name__
         raise LinkError(f"damaged {name} from the leading rank: {error}") from error
     return order
@@ -125,7 +125,7 @@ class FollowerLinks:
                 raise RankLost(f"rank {rank} did not answer for {_ANSWER_SECONDS:g} s")
         try:
             return _DIGESTS.decode(socket.recv())
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise LinkError(f"damaged digests of rank {rank}: {error}") from error
 
 

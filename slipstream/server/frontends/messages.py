@@ -212,7 +212,7 @@ def decode(kind: bytes, content: bytes, allowed: dict[bytes, type]) -> Any:
         raise ControlError(f"unexpected kind of message: {kind!r}")
     try:
         return _DECODERS[kind].decode(content)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ControlError(f"damaged {allowed[kind].__name__}: {error}") from error
 
 

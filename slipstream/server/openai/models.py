@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.repository.templates import ENSEMBLE
+from slipstream.repository.templates import BLS_TEMPLATE, ENSEMBLE
 from slipstream.server.engine_link.engine import AdapterUse
 from slipstream.server.kserve.inference import ModelRegistry, ModelVersion
 from slipstream.server.models.text_model import TextModel, find_text_model, find_text_models
@@ -62,13 +62,18 @@ class OpenAIModel:
 
 
 def text_models(registry: ModelRegistry) -> list[OpenAIModel]:
-    """Return the text models, without adapters and without the ensembles of imported models."""
+    """Return the text models, without adapters and without the ensembles of imported models.
+
+    Models with the names of the tutorials' repositories come last: clients that choose the first
+    model get one with a name that a user gave.
+    """
     engines = {entry.name: text.engine.model.name for entry, text in find_text_models(registry)}
-    return [
+    models = [
         OpenAIModel(entry.name, entry, text)
         for entry, text in find_text_models(registry)
         if not _is_helper(entry.name, engines)
     ]
+    return sorted(models, key=lambda model: model.id in (ENSEMBLE, BLS_TEMPLATE))
 
 
 def _is_helper(name: str, engines: Mapping[str, str]) -> bool:

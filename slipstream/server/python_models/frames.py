@@ -316,7 +316,7 @@ class FrameReader:
         head = position + _LENGTHS.size
         try:
             message = self._decoder.decode(self._buffer[head : head + head_bytes])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise FrameError(f"a damaged frame: {error}") from error
         if _LENGTHS.size + head_bytes < size:
             frame = self._buffer[position : position + size]

@@ -36,7 +36,14 @@ _STRING = 8
 _ARRAY = 9
 _MAX_DIMENSIONS = 4
 _MAX_DEPTH = 4  # of arrays of arrays in the metadata
-_MAX_TENSORS = 262_144
+# Models have up to a few thousand tensors with some hundred experts, 100 keys of metadata, and
+# vocabularies of 300,000 tokens with twice as many merges. More would be minutes of work for a file
+# that is damaged or made to hold it up.
+_MAX_TENSORS = 65_536
+_MAX_EXPERTS = 4_096
+_MAX_EXPERT_TENSORS = 262_144
+_MAX_METADATA_VALUES = 1_500_000  # an array of numbers counts as one
+_MAX_ALIGNMENT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,11 @@ class GgufFile:
                 tensors[name] = tensor
                 continue
             count, *shape = tensor.shape
+            if count > _MAX_EXPERTS or len(tensors) + count > _MAX_EXPERT_TENSORS:
+                raise SourceError(
+                    f"{self.path}: damaged: tensor {name} has {count} experts; models have at most "
+                    f"{_MAX_EXPERTS}, and {_MAX_EXPERT_TENSORS} tensors of experts in all layers"
+                )
             for expert in range(count):
                 offset = tensor.offset + expert * (tensor.nbytes // count)
                 tensors[f"{name.removesuffix('.weight')}.{expert}.weight"] = replace(
@@ -129,7 +141,9 @@ def _parse(path: Path, data: mmap.mmap, cursor: _Cursor) -> GgufFile:
         key = cursor.string()
         metadata[key] = cursor.value(cursor.number("<I"))
     described = [_read_tensor(path, cursor) for _ in range(tensor_count)]
-    alignment = int(metadata.get("general.alignment", 32))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 1 <= alignment <= _MAX_ALIGNMENT:
+        raise ValueError(f"alignment {alignment}")
     start = -(-cursor.position // alignment) * alignment
     tensors = {
         name: GgufTensor(kind, shape, start + offset) for name, kind, shape, offset in described
@@ -149,6 +163,8 @@ def _read_tensor(path: Path, cursor: _Cursor) -> tuple[str, GGMLQuantizationType
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
         raise ValueError(f"{dimensions} dimensions")
     shape = tuple(cursor.number("<Q") for _ in range(dimensions))[::-1]
+    if not all(shape):
+        raise SourceError(f"{path}: damaged: tensor {name} has a dimension of 0")
     code = cursor.number("<I")
     offset = cursor.number("<Q")
     try:
@@ -166,6 +182,7 @@ class _Cursor:
     def __init__(self, data: mmap.mmap, position: int) -> None:
         self._data = data
         self.position = position
+        self._values = 0  # number of values of metadata that were read
 
     def number(self, form: str) -> int:
         value: int = struct.unpack_from(form, self._data, self.position)[0]
@@ -182,6 +199,9 @@ class _Cursor:
         return text
 
     def value(self, kind: int, depth: int = 0) -> Any:
+        self._values += 1
+        if self._values > _MAX_METADATA_VALUES:
+            raise ValueError("too many values of metadata")
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:

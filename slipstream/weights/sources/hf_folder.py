@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,22 +16,35 @@ from slipstream.model.families.family import (
     UnsupportedModel,
     WeightMap,
     bare_names,
+    prediction_layers,
 )
 from slipstream.model.families.registry import find_family
 from slipstream.model.spec import ModelSpec
 from slipstream.weights.engine_config import GenerationDefaults
 from slipstream.weights.parameters import Shape
 from slipstream.weights.sources.mapped_tensors import MappedTensors
-from slipstream.weights.sources.quantised_tensors import QuantisedTensors, check_method
+from slipstream.weights.sources.quantised.settings import (
+    QuantisationSettings,
+    read_quantisation,
+    unread,
+)
+from slipstream.weights.sources.quantised_tensors import QuantisedTensors
 from slipstream.weights.sources.sentence_transformers import (
     has_output_layer,
     has_score_layer,
     read_pooling,
 )
-from slipstream.weights.sources.source import SourceError, compute_fingerprint, read_tokenizer_files
+from slipstream.weights.sources.source import (
+    SourceError,
+    compute_fingerprint,
+    read_json,
+    read_tokenizer_files,
+)
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
@@ -47,9 +61,9 @@ class HuggingFaceFolder:
         self._config = read_json(folder / "config.json")
         try:
             family = _find_family(folder, self._config)
-            quantised = _quantisation(folder, self._config)
-            if quantised:
-                check_method(label, quantised)
+            quantised = read_quantisation(folder, self._config)
+            if quantised is not None and quantised.problem():
+                raise unread(label, quantised.problem())
             if self._config.get("is_causal") is False:
                 raise SourceError(
                     f"{label}: its attention goes in both directions (is_causal is false), which "
@@ -67,17 +81,24 @@ class HuggingFaceFolder:
         ]
         self.generation = _generation(folder, self._config)
         self.pooling = read_pooling(folder, architectures)
-        self._map = (
-            family.weights if has_output_layer(architectures) else bare_names(family.weights)
-        )
+        weights = family.weights_of(self._config)
+        self._map = weights if has_output_layer(architectures) else bare_names(weights)
+        if prediction_layers(self._config):
+            logger.info(
+                "%s: its layers of multi-token prediction are not read; speculative decoding works "
+                "with draft tokens from the prompt or a draft model",
+                label,
+            )
         self._tensors = self._open_tensors(quantised)
         self.spec = self._without_output_layer(spec, architectures)
 
-    def _open_tensors(self, quantised: dict[str, Any]) -> MappedTensors | QuantisedTensors:
+    def _open_tensors(
+        self, quantised: QuantisationSettings | None
+    ) -> MappedTensors | QuantisedTensors:
         tensors = MappedTensors(
             _shard_paths(self.folder), lambda name: _rename_tensor(self._map, name)
         )
-        return QuantisedTensors(tensors, quantised, self.label) if quantised else tensors
+        return tensors if quantised is None else QuantisedTensors(tensors, quantised, self.label)
 
     @property
     def expanded(self) -> str:
@@ -103,7 +124,13 @@ class HuggingFaceFolder:
         return {name: slot.shape for name, slot in self._tensors.slots.items()}
 
     def recipe(self, parameter: str) -> Recipe:
-        return self._map.recipe(parameter, self.spec)
+        recipe = self._map.recipe(parameter, self.spec)
+        if isinstance(self._tensors, QuantisedTensors) and all(
+            map(self._tensors.is_linear, recipe.sources)
+        ):
+            # GPT-2's layers store [in, out]; all libraries write [out, in] once they quantise them
+            return replace(recipe, transposed=False)
+        return recipe
 
     def read_rows(self, name: str) -> Iterator[torch.Tensor]:
         return self._tensors.read_rows(name)
@@ -115,18 +142,6 @@ class HuggingFaceFolder:
         return compute_fingerprint(
             json.dumps(self._config), self.tokenizer_files(), self._tensors.fingerprint()
         )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: damaged: not JSON") from error
-    if not isinstance(document, dict):
-        raise SourceError(f"{path}: damaged: not a JSON object")
-    return document
 
 
 def _rename_tensor(weights: WeightMap, stored: str) -> str | None:
@@ -144,18 +159,6 @@ def _find_family(folder: Path, config: dict[str, Any]) -> Family:
         except SourceError:
             names = []  # names only add detail to the error
         return find_family(config, names)
-
-
-def _quantisation(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return how a checkpoint says that it is quantised; empty: it is not."""
-    settings: dict[str, Any] = (
-        config.get("quantization_config") or config.get("compression_config") or {}
-    )
-    path = folder / "hf_quant_config.json"  # of ModelOpt
-    if not settings and path.is_file():
-        algorithm = (read_json(path).get("quantization") or {}).get("quant_algo")
-        settings = {"quant_method": "modelopt", "quant_algo": algorithm} if algorithm else {}
-    return settings if settings.get("quant_method") else {}
 
 
 def _generation(folder: Path, config: dict[str, Any]) -> GenerationDefaults:
@@ -184,7 +187,8 @@ def _token_id(value: Any) -> int | None:
 
 
 def _shard_paths(folder: Path) -> list[Path]:
-    """Return the shards that the index names, or the single weights file.
+    """Return the shards that the index names, or the single weights file. Without these, the only
+    file has any name: older libraries for quantisation chose their own.
 
     Other files are copies in another layout.
     """
@@ -192,6 +196,9 @@ def _shard_paths(folder: Path) -> list[Path]:
         return _indexed_shards(folder)
     if (folder / _WHOLE).is_file():
         return [folder / _WHOLE]
+    files = list(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
     pickled = sorted(
         path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern)
     )

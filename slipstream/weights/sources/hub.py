@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,8 +18,9 @@ from urllib.request import getproxies
 
 from slipstream.model.families.registry import find_family
 from slipstream.weights.home import hugging_face_cache, hugging_face_home, no_space
-from slipstream.weights.sources.hf_folder import HuggingFaceFolder, read_json
-from slipstream.weights.sources.source import SourceError
+from slipstream.weights.sources.hf_folder import HuggingFaceFolder
+from slipstream.weights.sources.source import SourceError, read_json
+from slipstream.weights.sources.watched_fetch import watched_fetch
 from slipstream.weights.stream import Progress, no_progress
 
 _WANTED = [
@@ -28,6 +31,7 @@ _WANTED = [
     "merges.txt",
     "model.safetensors",
     "model-*.safetensors",
+    "gptq_model-*.safetensors",
 ]
 # Copies in other formats, such as original/ and onnx/. Modules of sentence-transformers have
 # numbers: 1_Pooling/.
@@ -47,16 +51,64 @@ def open_hub_model(
     try:
         config = Path(hf_hub_download(repository, "config.json", **options))
         find_family(read_json(config))
-        progress(f"fetching {repository} from the hub", 0, 0)
-        folder = snapshot_download(
-            repository, allow_patterns=_WANTED, ignore_patterns=_SUBFOLDERS, **options
-        )
+        wanted = {"allow_patterns": _WANTED, "ignore_patterns": _SUBFOLDERS, **options}
+        missing = _missing_bytes(repository, wanted)
+        with _reported(repository, missing, progress):
+            folder = snapshot_download(repository, tqdm_class=_hidden_bar(), **wanted)
     except Exception as error:
         text = _explanation(error)
         if text is None:
             raise
         raise SourceError(f"{repository}: {text}") from error
     return HuggingFaceFolder(Path(folder), label)
+
+
+def _missing_bytes(repository: str, options: Mapping[str, Any]) -> int:
+    """Return the size of the files that a download would fetch."""
+    from huggingface_hub import snapshot_download
+
+    if options["local_files_only"]:
+        return 0
+    files = snapshot_download(repository, dry_run=True, tqdm_class=_hidden_bar(), **options)
+    return sum(file.file_size for file in files if file.will_download)
+
+
+def _reported(
+    repository: str, missing: int, progress: Progress
+) -> AbstractContextManager[None, bool | None]:
+    """Report how far a download has come, by the size of the files in the hub's cache."""
+    if not missing:
+        return nullcontext()
+    blobs = hugging_face_cache() / f"models--{repository.replace('/', '--')}" / "blobs"
+    before = _folder_bytes(blobs)
+    return watched_fetch(
+        f"fetching {repository} from the hub",
+        missing,
+        lambda: _folder_bytes(blobs) - before,
+        progress,
+    )
+
+
+def _folder_bytes(folder: Path) -> int:
+    """Return the size of the files in a folder, which may change meanwhile."""
+    total = 0
+    for path in folder.glob("*"):
+        with suppress(FileNotFoundError):  # a partial file was renamed in between
+            total += path.stat().st_size
+    return total
+
+
+def _hidden_bar() -> Any:
+    """Return a class of progress bars that show nothing: the commands show their own."""
+    from huggingface_hub import utils
+
+    bars: Any = utils.tqdm  # type: ignore[attr-defined]
+
+    class HiddenBar(bars):  # type: ignore[misc]
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **{**options, "disable": True})
+
+    return HiddenBar
 
 
 def _options() -> dict[str, Any]:

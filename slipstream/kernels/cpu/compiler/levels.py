@@ -16,7 +16,7 @@ class Level:
     vector_bits: int  # width of the registers
     registers: int  # number of vector registers
     bf16_dot: bool = False  # products of pairs of bfloat16
-    int8_dot: bool = False  # products of four bytes (VNNI)
+    int8_dot: bool = False  # products of four bytes (VNNI), of vectors of that width
 
 
 _AVX2 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2"})
@@ -34,7 +34,27 @@ LEVELS = (
         bf16_dot=True,
         int8_dot=True,
     ),
+    Level(
+        "avx512-vnni",
+        "x86_64",
+        "x86-64-v4",
+        "+avx512vnni",
+        _AVX512 | {"avx512_vnni"},
+        512,
+        32,
+        int8_dot=True,
+    ),
     Level("avx512", "x86_64", "x86-64-v4", "", _AVX512, 512, 32),
+    Level(
+        "avx2-vnni",
+        "x86_64",
+        "x86-64-v3",
+        "+avxvnni",
+        _AVX2 | {"avx_vnni"},
+        256,
+        16,
+        int8_dot=True,
+    ),
     Level("avx2", "x86_64", "x86-64-v3", "", _AVX2, 256, 16),
     Level("neon", "aarch64", "generic", "+neon", frozenset({"asimd"}), 128, 32),
 )

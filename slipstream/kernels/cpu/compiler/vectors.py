@@ -22,6 +22,7 @@ from slipstream.kernels.cpu.compiler.values import (
 
 _V32BF16 = vector(BF16, 32)
 _V64I8 = vector(I8, 64)
+_V8I32 = vector(I32, 8)
 
 
 def splat(f: Function, value: Value, lanes: int = LANES) -> Value:
@@ -180,9 +181,16 @@ def dot_int8(f: Function, total: Value, left: Value, right: Value, four_bits: bo
 
     four_bits: the bytes of left are at most 15
     """
-    if f.level.int8_dot:
+    if f.level.int8_dot and f.level.vector_bits == 512:
         name = "llvm.x86.avx512.vpdpbusd.512"
         return f.intrinsic(VI32, name, total, left.bits(_V64I8), right.bits(_V64I8))
+    if f.level.int8_dot:
+        name = "llvm.x86.avx512.vpdpbusd.256"  # AVX2's form of the instruction, too
+        parts = [
+            f.intrinsic(_V8I32, name, *_bytes_of_half(f, first, total, left, right))
+            for first in (0, 8)
+        ]
+        return shuffle(f, parts[0], parts[1], range(LANES))
     if f.level.machine != "x86_64":
         for shift in (24, 16, 8, 0):
             # arithmetic shifts keep the sign of the right byte
@@ -205,11 +213,19 @@ def _multiply_small(f: Function, left: Value, right: Value) -> Value:
         return f.intrinsic(VI32, "llvm.x86.avx512.pmaddw.d.512", pairs, pairs.like(1))
     parts = []
     for first in (0, 8):
-        lanes = range(first, first + 8)
-        halves = [shuffle(f, value, value, lanes).bits(vector(I8, 32)) for value in (left, right)]
+        _, *halves = _bytes_of_half(f, first, left, left, right)
         pairs = f.intrinsic(vector(I16, 16), "llvm.x86.avx2.pmadd.ub.sw", *halves)
-        parts.append(f.intrinsic(vector(I32, 8), "llvm.x86.avx2.pmadd.wd", pairs, pairs.like(1)))
+        parts.append(f.intrinsic(_V8I32, "llvm.x86.avx2.pmadd.wd", pairs, pairs.like(1)))
     return shuffle(f, parts[0], parts[1], range(LANES))
+
+
+def _bytes_of_half(
+    f: Function, first: int, total: Value, left: Value, right: Value
+) -> tuple[Value, Value, Value]:
+    """Return 8 lanes from `first` on of the total, and the bytes of those of left and right."""
+    lanes = range(first, first + 8)
+    own, *others = (shuffle(f, value, value, lanes) for value in (total, left, right))
+    return own, others[0].bits(vector(I8, 32)), others[1].bits(vector(I8, 32))
 
 
 def _shift_signed(f: Function, value: Value, count: int) -> Value:

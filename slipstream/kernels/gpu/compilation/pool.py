@@ -112,13 +112,13 @@ class CompilePool:
         self._worker.wait()
 
 
-def start_pool(identity: str) -> CompilePool | None:
+def start_pool(identity: str, cores: int) -> CompilePool | None:
     """Start a pool, or return None if it would not help: with few cores, or if the same kernels
     were compiled before.
 
     identity: text on which the kernels depend, such as the model's shape
+    cores: number of cores that this process may use
     """
-    cores = len(os.sched_getaffinity(0))
     try:
         compiler = version("triton")
     except PackageNotFoundError:

@@ -32,15 +32,7 @@ WEIGHTS = WeightMap(
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    refuse_unusual(
-        "GPT-2",
-        config,
-        {
-            "scale_attn_by_inverse_layer_idx": False,
-            "scale_attn_weights": True,
-            "add_cross_attention": False,
-        },
-    )
+    refuse_unusual("GPT-2", config, {"add_cross_attention": False})
     hidden = required(config, "n_embd")
     heads = required(config, "n_head")
     return ModelSpec(
@@ -55,6 +47,8 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         max_positions=config.get("n_positions") or config.get("n_ctx") or 1024,
         activation=activation(config.get("activation_function") or "gelu_new"),
         gated_mlp=False,
+        attention_scale=None if config.get("scale_attn_weights", True) else 1.0,
+        scale_by_layer=bool(config.get("scale_attn_by_inverse_layer_idx", False)),
         norm="layer",
         norm_epsilon=float(config.get("layer_norm_epsilon") or 1e-5),
         position="learned",

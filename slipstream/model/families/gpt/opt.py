@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.model.families.family import Family, WeightMap
-from slipstream.model.families.hf_config import decoder_spec, refuse_unusual, required
+from slipstream.model.families.hf_config import decoder_spec, required
 from slipstream.model.spec import ModelSpec
 
 _RESERVED_POSITIONS = 2
@@ -40,7 +40,6 @@ WEIGHTS = WeightMap(
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    refuse_unusual("OPT", config, {"layer_norm_elementwise_affine": True})
     hidden = required(config, "hidden_size")
     embedding = config.get("word_embed_proj_dim") or hidden
     norms_after = not config.get("do_layer_norm_before", True)
@@ -58,6 +57,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         default_positions=2048,
         gated_mlp=False,
         norm="layer",
+        norm_weights=config.get("layer_norm_elementwise_affine") is not False,
         position="learned",
         qkv_bias=bias,
         o_proj_bias=bias,

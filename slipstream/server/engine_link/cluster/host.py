@@ -35,6 +35,7 @@ from slipstream.server.engine_link.cluster.messages import (
     LeaderLeaves,
     Machine,
     RankEnded,
+    RankStopped,
     Refused,
     ShowStacks,
     StartRank,
@@ -71,6 +72,7 @@ class RankProblem(Exception):
 class _Rank:
     process: child.RankProcess
     link: ServerEnd  # for the reason of its exit
+    stopped: bool = False  # by a signal, as the leader knows
 
 
 class RankHost:
@@ -162,6 +164,7 @@ class RankHost:
         self._read_events()
         self._calls.run_waiting()
         self._read_orders()
+        self._report_stops()
         if not self._connected and self._exit_code is None:
             self._check_patience(f"rank 0 at {self._options.address} cannot be reached")
 
@@ -171,6 +174,14 @@ class RankHost:
                 self._obey(decode_to_host(self._socket.recv()))
             except LinkError as error:
                 logger.error("a message of rank 0 is ignored: %s", error)
+
+    def _report_stops(self) -> None:
+        """Report ranks that a signal has stopped or continued: the leader cannot see them."""
+        for place, rank in self._ranks.items():
+            stopped = rank.process.state.stopped
+            if stopped is not rank.stopped:
+                rank.stopped = stopped
+                self._send(RankStopped(*place, stopped))
 
     def _check_patience(self, problem: str) -> None:
         """Say now and then what is awaited, and end this host if it takes too long."""

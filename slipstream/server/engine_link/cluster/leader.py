@@ -32,6 +32,7 @@ from slipstream.server.engine_link.cluster.messages import (
     FromHost,
     LeaderLeaves,
     Machine,
+    RankStopped,
     Refused,
     ShowStacks,
     StartRank,
@@ -270,8 +271,11 @@ class RankHosts:
         if isinstance(message, Machine):
             self._greet(_Host(identity, descriptor, message))
             return
-        rank = self._running.pop((message.engine, message.rank), None)
-        if rank is not None:
+        place = (message.engine, message.rank)
+        if isinstance(message, RankStopped):
+            if rank := self._running.get(place):
+                rank.stopped = message.stopped
+        elif rank := self._running.pop(place, None):
             rank.set_ended(message.exit_code, message.reason)
 
     def _greet(self, host: _Host) -> None:

@@ -73,6 +73,15 @@ class RankEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStopped:
+    """A signal has stopped the process of a rank, or another one has continued it."""
+
+    engine: int
+    rank: int
+    stopped: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """The leader cannot use this host."""
 
@@ -85,7 +94,7 @@ class LeaderLeaves:
 
 
 ToHost = StartRank | EndRank | ShowStacks | Refused | LeaderLeaves
-FromHost = Machine | RankEnded
+FromHost = Machine | RankEnded | RankStopped
 
 _TO_HOST: dict[bytes, type] = {
     b"S": StartRank,
@@ -94,7 +103,7 @@ _TO_HOST: dict[bytes, type] = {
     b"R": Refused,
     b"L": LeaderLeaves,
 }
-_FROM_HOST: dict[bytes, type] = {b"M": Machine, b"X": RankEnded}
+_FROM_HOST: dict[bytes, type] = {b"M": Machine, b"X": RankEnded, b"P": RankStopped}
 _KIND_OF = {kind: letter for letter, kind in (_TO_HOST | _FROM_HOST).items()}
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(kind) for kind in _KIND_OF
@@ -122,5 +131,5 @@ def _decode(frame: bytes, allowed: dict[bytes, type]) -> Any:
         raise LinkError(f"unexpected kind of message between machines: {frame[:1]!r}")
     try:
         return _DECODERS[kind].decode(memoryview(frame)[1:])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise LinkError(f"damaged {kind.__name__} between machines: {error}") from error

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from slipstream.server.engine_link.cluster.messages import StartRank
 from slipstream.server.engine_link.link import describe_exit
+from slipstream.server.engine_link.process_state import ProcessState
 
 
 class RemoteRank:
@@ -24,6 +25,7 @@ class RemoteRank:
         self.start = start
         self.host = ""  # name of the machine, once it is known
         self.reason = ""  # why it ended, if that is known
+        self.stopped = False  # a signal has stopped its process, as its host reports
         self._end = end
         self._show_stacks = show_stacks
         self._code = 0
@@ -43,6 +45,10 @@ class RemoteRank:
     def awaited(self) -> bool:
         """Whether its host has not reported yet."""
         return not self.host and not self.ended
+
+    @property
+    def state(self) -> ProcessState:
+        return ProcessState(self.stopped)
 
     def wait(self) -> int:
         """Wait for the end of the rank and return its exit code."""

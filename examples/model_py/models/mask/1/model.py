@@ -28,10 +28,14 @@ class TritonPythonModel:
                 pb_utils.get_input_tensor_by_name(request, "max_tokens"),
             ],
         )
-        answer = await inner.async_exec()
-        if answer.has_error():
-            return pb_utils.InferenceResponse(error=answer.error())
-        text = pb_utils.get_output_tensor_by_name(answer, "text_output").as_numpy().reshape(-1)[0]
+        text = b""
+        # decoupled: the language model can send several responses; without `stream` it sends one
+        for answer in await inner.async_exec(decoupled=True):
+            if answer.has_error():
+                return pb_utils.InferenceResponse(error=answer.error())
+            if answer.output_tensors():
+                output = pb_utils.get_output_tensor_by_name(answer, "text_output")
+                text += output.as_numpy().reshape(-1)[0]
         return pb_utils.InferenceResponse(
             [
                 pb_utils.Tensor("text_output", np.array([[text]], dtype=object)),

@@ -1,0 +1,81 @@
+"""One target under atheris, which keeps inputs that reach new code.
+
+python tests/gates/fuzz_coverage.py TARGET RUNS SECONDS CORPUS
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+TESTS = Path(__file__).parents[1]
+
+
+class Guided(NamedTuple):
+    inputs: int
+    problem: str
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("atheris") is not None
+
+
+def run_guided(
+    name: str, seeds: tuple[bytes, ...], folder: Path, runs: int, seconds: int
+) -> Guided:
+    """Run a target in a process of its own."""
+    corpus = folder / "corpus" / name.replace(" ", "-")
+    corpus.mkdir(parents=True)
+    for number, seed in enumerate(seeds):
+        (corpus / f"seed{number}").write_bytes(seed)
+    command = [
+        sys.executable,
+        "-m",
+        "gates.fuzz_coverage",
+        name,
+        str(runs),
+        str(seconds),
+        str(corpus),
+    ]
+    path = os.pathsep.join((str(TESTS.parent), str(TESTS), str(TESTS / "support")))
+    found = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=seconds + 300,
+    )
+    output = found.stdout.decode(errors="replace")
+    done = re.search(r"Done (\d+) runs", output)
+    if found.returncode == 0 and done:
+        return Guided(int(done[1]), "")
+    lines = output.splitlines()
+    reasons = [line for line in lines if "Error" in line or "ERROR" in line]
+    return Guided(0, (reasons or lines or ["no output"])[0][:200])
+
+
+def main() -> None:
+    import atheris
+
+    name, runs, seconds, corpus = sys.argv[1:]
+    with atheris.instrument_imports(include=["slipstream"]):
+        from gates.fuzz_targets import targets
+    (target,) = [target for target in targets(Path(tempfile.mkdtemp())) if target.name == name]
+
+    def try_one(data: bytes) -> None:
+        target.read(data)
+
+    options = [f"-runs={runs}", f"-max_total_time={seconds}", "-timeout=10", "-rss_limit_mb=2048"]
+    atheris.Setup([sys.argv[0], *options, "-max_len=65536", corpus], try_one)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
