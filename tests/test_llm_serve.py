@@ -127,8 +127,11 @@ def test_a_running_request_finishes_before_the_server_stops(llm: LLM) -> None:
         next(lines)
         os.kill(server.process_id, signal.SIGTERM)
         assert list(lines)[-2] == "data: [DONE]"
+    folder = server._lender.path.parent
+    assert folder.is_dir()
     server.stop()
     assert not server.running
+    assert not folder.exists()
     assert not llm._engine._link._live
     server.stop()
     assert repr(server) == "<LLMServer of 'tiny': stopped>"
@@ -190,6 +193,11 @@ def test_an_engine_that_fails_ends_its_server(
         assert repr(llm).endswith("RuntimeError: the device is gone>")
         with pytest.raises(ServerFailed, match="the engine is not running: RuntimeError"):
             llm.serve(**ANY_PORTS, background=True)
+
+
+def test_a_name_that_no_model_can_have_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="'a/b' cannot be a model's name here"):
+        llm.serve(**ANY_PORTS, background=True, model_name="a/b")
 
 
 def test_a_busy_port_is_reported(llm: LLM) -> None:
@@ -275,19 +283,19 @@ def start_script(source: Path) -> tuple[subprocess.Popen[str], str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_blocking_form_serves_until_it_is_interrupted(source: Path, number: int) -> None:
     running, url = start_script(source)
-    assert httpx.get(f"{url}/v2/health/ready").status_code == 200
+    status = httpx.get(f"{url}/v2/health/ready").status_code
     running.send_signal(number)
     output, _ = running.communicate(timeout=60)
-    assert (running.returncode, output) == (0, "stopped\n")
+    assert (status, running.returncode, output) == (200, 0, "stopped\n")
 
 
 def test_the_server_ends_with_a_killed_program(source: Path) -> None:
     running, _ = start_script(source)
     children = children_of(running.pid)
     others = [process for child in children for process in children_of(child)]
-    assert len(children) == len(others) == 1
     running.kill()
     running.communicate()
+    assert len(children) == len(others) == 1
     deadline = time.monotonic() + 20
     while any(is_running(process) for process in [*children, *others]):
         assert time.monotonic() < deadline
