@@ -246,7 +246,7 @@ def test_the_benchmark_of_ranks_runs_the_part_of_one_rank():
     _, *lines = printed.splitlines()
     rows = [line.split() for line in lines]
     assert [row[:3] for row in rows[:-1]] == [
-        ["tiny", ranks, count] for ranks in "12" for count in ("1", "8", "32", "128")
+        ["tiny", ranks, count] for ranks in "12" for count in ("1", "8", "32", "128", "8x1024")
     ]
     assert all(float(row[3]) > 0 for row in rows[:-1])
     assert "tp_size 3 does not divide this model: it has 4 heads" in lines[-1]
@@ -274,3 +274,12 @@ def test_the_benchmark_of_deterministic_answers_counts_equal_ones():
         for sampling in ("greedy", "sampled")
     ]
     assert [line[2:5] for line in lines[2:]] == [["2", "of", "2"]] * 2
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_ranks_times_sums_of_two_processes():
+    command = [sys.executable, str(BENCHMARKS / "ranks.py"), "--sums", "--shape", "tiny"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in printed.splitlines() if " gloo " in line]
+    assert [row[2] for row in rows] == ["1", "8", "32", "128", "8192"]
+    assert all(float(row[4]) > 0 for row in rows)

@@ -81,7 +81,7 @@ def cluster(tmp_path_factory):
 class Site:
     """The application of deploy/ray/serve.yaml, with values of this machine."""
 
-    def __init__(self, address: str, repository: Path, folder: Path) -> None:
+    def __init__(self, address: str, repository: Path, folder: Path, **arguments: object) -> None:
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
         settings = yaml.safe_load((DEPLOY / "ray" / "serve.yaml").read_text())
@@ -94,6 +94,7 @@ class Site:
             "upscale_delay_secs": 1,
             "downscale_delay_secs": 1,
             "flags": "--http-metrics=true",
+            **arguments,
         }
         path = folder / "serve.yaml"
         path.write_text(yaml.safe_dump(settings))
