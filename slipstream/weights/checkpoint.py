@@ -132,8 +132,8 @@ def _describe_foreign(config: dict[str, Any]) -> str:
         return "not a checkpoint that this release of Slipstream wrote; convert the model again"
     return (
         f"a checkpoint of TensorRT-LLM, quantised as {algorithm}, whose scales and order of rows "
-        "belong to its release; give the Hugging Face folder that it was made from, or one quantised by "
-        "GPTQ, AWQ, compressed-tensors or ModelOpt"
+        "belong to its release; give the Hugging Face folder that it was made from, or one "
+        "quantised by GPTQ, AWQ, compressed-tensors or ModelOpt"
     )
 
 
