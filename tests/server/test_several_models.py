@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -142,6 +143,15 @@ def test_the_helper_models_are_not_offered(place: Place) -> None:
     names = [model["id"] for model in listed]
     assert sorted(names) == ["ensemble", "one", "one-lora", "two", "two-lora"]
     assert ask_openai(place.server, "two-ensemble", "") == place.expected["two"]
+
+
+def test_models_that_start_together_divide_the_memory(place: Place) -> None:
+    found = re.findall(r"(\S+) may take (\d+)% of the memory", place.server.log())
+    # a model that is loaded again has another line
+    shares = {name: int(share) for name, share in reversed(found)}
+    both = [shares[name] for name in ("tensorrt_llm", "two-tensorrt_llm")]
+    assert sum(both) == 100
+    assert min(both) > 20
 
 
 def test_list_says_which_models_are_served(place: Place) -> None:
