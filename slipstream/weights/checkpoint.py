@@ -80,10 +80,7 @@ class CheckpointSource:
         self._config = read_json(path)
         own = self._config.get("slipstream")
         if not isinstance(own, dict) or own.get("format") != _FORMAT:
-            raise SourceError(
-                f"{path}: not a checkpoint that this release of Slipstream wrote; "
-                "convert the model again"
-            )
+            raise SourceError(f"{path}: {_describe_foreign(self._config)}")
         try:
             self.spec = ModelSpec.from_config(self._config)
             generation = self._config["generation"]
@@ -126,6 +123,19 @@ class CheckpointSource:
         return compute_fingerprint(
             json.dumps(self._config), self.tokenizer_files(), self._tensors.fingerprint()
         )
+
+
+def _describe_foreign(config: dict[str, Any]) -> str:
+    """Return what a checkpoint is that this release did not write, and what to do."""
+    quantised = config.get("quantization")
+    algorithm = quantised.get("quant_algo") if isinstance(quantised, dict) else None
+    if "slipstream" in config or algorithm is None:
+        return "not a checkpoint that this release of Slipstream wrote; convert the model again"
+    return (
+        f"a checkpoint of TensorRT-LLM, quantised as {algorithm}, whose scales and order of rows "
+        "belong to its release; give the Hugging Face folder that it was made from, or one "
+        "quantised by GPTQ, AWQ, compressed-tensors or ModelOpt"
+    )
 
 
 CheckpointPlan = BuildPlan[RankMapping]

@@ -213,8 +213,15 @@ _BUILD_SHARED = (
         "value",
         "0.5-0.18",
         _NO_PREPARATION,
-        "max_prompt_embedding_table_size max_multimodal_len max_draft_len "
-        "speculative_decoding_mode max_encoder_input_len",
+        "max_prompt_embedding_table_size max_multimodal_len max_draft_len max_encoder_input_len",
+    ),
+    *_rows(
+        "explained",
+        "value",
+        "0.8-0.18",
+        "draft tokens come from a draft model or from decoding_mode lookahead in config.pbtxt, for "
+        "which an engine needs no preparation; Medusa and EAGLE heads are not supported",
+        "speculative_decoding_mode",
     ),
     *_rows(
         "explained",

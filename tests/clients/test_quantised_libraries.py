@@ -41,7 +41,7 @@ def write(folder: Path, model: str, library: str) -> list[Path]:
         [python, SCRIPT, folder / "plain", folder / "written", library],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
     )
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -144,6 +145,15 @@ def test_the_helper_models_are_not_offered(place: Place) -> None:
     assert ask_openai(place.server, "two-ensemble", "") == place.expected["two"]
 
 
+def test_models_that_start_together_divide_the_memory(place: Place) -> None:
+    found = re.findall(r"(\S+) may take (\d+)% of the memory", place.server.log())
+    # a model that is loaded again has another line
+    shares = {name: int(share) for name, share in reversed(found)}
+    both = [shares[name] for name in ("tensorrt_llm", "two-tensorrt_llm")]
+    assert sum(both) == 100
+    assert min(both) > 20
+
+
 def test_list_says_which_models_are_served(place: Place) -> None:
     lines = run_cli(["list", "--repo", place.folder / "models"]).stdout.splitlines()
     assert [line.split()[0] for line in lines if " yes " in line] == ["one", "two"]
@@ -220,3 +230,52 @@ def test_a_model_is_added_and_removed_while_the_server_runs(place: Place) -> Non
     index = httpx.post(f"http://{place.server.http}/v2/repository/index", json={}, timeout=60)
     states = {row["name"]: row["state"] for row in index.json()}
     assert states["one"] == states["two"] == "READY"
+
+
+def test_explicit_mode_adds_replaces_and_removes_a_model(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(place.folder / "log" / "home"))
+    models = tmp_path / "models"
+
+    def add(name: str, source: str) -> None:
+        words = ["import", "-m", name, "-s", place.folder / source, "--repo", models]
+        assert run_cli(words).exit_code == 0
+
+    add("one", "one")
+    server = RealServer(
+        models,
+        tmp_path / "log",
+        "-m",
+        "slipstream.cli.compat.tritonserver",
+        f"--model-repository={models}",
+        "--model-control-mode=explicit",
+        "--load-model=*",
+        "--http-address=127.0.0.1",
+        "--grpc-address=127.0.0.1",
+    )
+    try:
+        server.wait()
+
+        def control(name: str, action: str, **parameters: bool) -> None:
+            url = f"http://{server.http}/v2/repository/models/{name}/{action}"
+            answer = httpx.post(url, json={"parameters": parameters}, timeout=120)
+            assert answer.status_code == 200, answer.text
+
+        add("two", "two")
+        index = httpx.post(f"http://{server.http}/v2/repository/index", json={}, timeout=60).json()
+        assert {row.get("state") for row in index if row["name"] == "two"} != {"READY"}
+        for name in ("two-tensorrt_llm", "two"):
+            control(name, "load")
+        assert ask_generate(server, "two", "") == place.expected["two"]
+        add("two", "newer")
+        assert ask_generate(server, "two", "") == place.expected["two"], "until it is loaded again"
+        control("two-tensorrt_llm", "load")
+        assert ask_generate(server, "two", "") == place.expected["newer"]
+        control("two", "unload", unload_dependents=True)
+        body = {"text_input": PROMPT, "max_tokens": 1}
+        url = f"http://{server.http}/v2/models/two/generate"
+        assert httpx.post(url, json=body, timeout=60).status_code != 200
+        assert ask_generate(server, "one", "") == place.expected["one"]
+    finally:
+        server.close()

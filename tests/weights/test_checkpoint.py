@@ -141,3 +141,21 @@ def test_an_unknown_dtype_is_refused(save_model: SaveModel, tmp_path: Path) -> N
     folder, _ = save_model("llama")
     with pytest.raises(ValueError, match="dtype 'int8'"):
         write_checkpoint(open_source(str(folder)), tmp_path / "checkpoint", dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "text"),
+    [
+        (
+            {"quant_algo": "W4A16_AWQ", "group_size": 128},
+            "TensorRT-LLM, quantised as W4A16_AWQ, wh",
+        ),
+        ({"quant_algo": "W8A8_SQ_PER_CHANNEL"}, "quantised as W8A8_SQ_PER_CHANNEL"),
+    ],
+)
+def test_a_checkpoint_of_upstream_is_refused_with_what_to_give(tmp_path, quantisation, text):
+    config = {"architecture": "LlamaForCausalLM", "quantization": quantisation}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"transformer.ln_f.weight": torch.ones(2)}, tmp_path / "rank0.safetensors")
+    with pytest.raises(SourceError, match=f"{text}.*give the Hugging Face folder"):
+        open_source(str(tmp_path))

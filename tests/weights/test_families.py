@@ -634,3 +634,35 @@ def test_an_unsupported_option_is_refused_with_its_field_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         read_spec(make_config(architecture, **options))
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (
+            {"architectures": ["MedusaModel"]},
+            r"draft heads \(MedusaModel\).*decoding_mode lookahead",
+        ),
+        (
+            {"medusa_num_heads": 4, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"},
+            r"draft heads \(Medusa\).*serve lmsys/vicuna-7b-v1.3 with decoding_mode lookahead",
+        ),
+        # a draft whose config names the model's own architecture
+        ({**LLAMA, "architectures": ["LlamaForCausalLM"], "medusa_num_heads": 4}, "draft heads"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "draft heads"),
+        ({"architectures": ["EAGLEModel"], "model_type": "eagle"}, "a smaller model as its draft"),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "it reads images"),
+        ({"architectures": ["Qwen2VLForConditionalGeneration"]}, "it reads images"),
+        ({"architectures": ["OtherForCausalLM"], "vision_config": {"a": 1}}, "it reads images"),
+        ({"architectures": ["BertModel"]}, "it is an encoder.*Qwen3-Embedding"),
+        ({"architectures": ["XLMRobertaForSequenceClassification"]}, "it is an encoder"),
+        ({"architectures": ["T5ForConditionalGeneration"]}, "an encoder and a decoder"),
+        (
+            {"architectures": ["OtherMoeForCausalLM"], "num_local_experts": 8},
+            "architecture OtherMoeForCausalLM is not supported: its experts.*Mixtral",
+        ),
+    ],
+)
+def test_a_kind_of_model_is_refused_with_what_to_use(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(UnsupportedModel, match=text):
+        find_family(config)

@@ -42,6 +42,7 @@ from slipstream.model.families.gpt import (
     opt,
 )
 from slipstream.model.families.qwen import qwen, qwen2, qwen2_moe, qwen3, qwen3_moe
+from slipstream.model.families.refused import describe_draft, describe_refused
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -110,6 +111,8 @@ def find_family(config: dict[str, Any], tensor_names: Iterable[str] = ()) -> Fam
 
     tensor_names: for the error about an unknown architecture
     """
+    if draft := describe_draft(config):
+        raise UnsupportedModel(draft)
     architectures = [_causal_name(name) for name in config.get("architectures") or []]
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
@@ -123,6 +126,8 @@ def find_family(config: dict[str, Any], tensor_names: Iterable[str] = ()) -> Fam
     named = (
         ", ".join(config.get("architectures") or []) or config.get("model_type") or "(none named)"
     )
+    if reason := describe_refused(config):
+        raise UnsupportedModel(f"architecture {named} is not supported: {reason}")
     raise UnsupportedModel(
         f"architecture {named} is not supported; supported: {', '.join(supported_architectures())}"
         + _unmatched_text(list(tensor_names))
