@@ -72,8 +72,11 @@ class Running:
             raise self._failure(f"it ended with code {self._process.wait()}")
         return json.loads(line)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        answer = self.ask({"prompts": prompts, "max_tokens": max_tokens})
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, sampled: bool = False
+    ) -> dict[str, Any]:
+        order = {"prompts": prompts, "max_tokens": max_tokens, "sampled": sampled}
+        answer = self.ask(order)
         if [len(tokens) for tokens in answer["tokens"]] != [max_tokens] * len(prompts):
             raise self._failure("it did not return all tokens of every request")
         return answer
@@ -83,7 +86,7 @@ class Running:
 
         Shared pages count once per process.
         """
-        return sum(_peak_bytes(process) for process in _tree(self._process.pid))
+        return sum(_peak_bytes(process) for process in process_tree(self._process.pid))
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -120,13 +123,14 @@ def start(contender: Contender, log: Path, prompt: list[int]) -> tuple[Running, 
     return running, time.perf_counter() - began
 
 
-def _tree(process: int) -> list[int]:
+def process_tree(process: int) -> list[int]:
+    """Return a process and its children, theirs and so on."""
     children = Path(f"/proc/{process}/task/{process}/children")
     found = [process]
     # Threads other than the first may have started processes too.
     for path in children.parent.parent.glob("*/children"):
         for child in path.read_text().split():
-            found += _tree(int(child))
+            found += process_tree(int(child))
     return found
 
 

@@ -34,6 +34,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from contender import Contender, ContenderFailed, Running, start
+from cpu_server import measure_server
 from limits import Machine, Work
 from models import Models, prepare_models, prepare_random_models
 from random_gguf import SHAPES
@@ -55,7 +56,9 @@ DEFAULT_SHAPE = "smollm2-135m"
 QUESTION = "The capital of France is"
 QUESTION_TOKENS = (103, 227, 145, 391, 218)  # a prompt for the start of every model
 EAGER_NOTE = "vllm could not compile here and ran with enforce_eager"
-START_GOAL_SECONDS = 0.5  # from the start of the engine to its first token
+START_GOALS = {"cold_start": 0.5, "server_start": 1.5}  # seconds to the first token
+VLLM_GOAL = 1.5  # × vLLM, where more is better
+IDLE_SECONDS = 5.0
 SLOW_START_SECONDS = 30.0  # start time above which a contender is started only once
 LOGS = slipstream_home() / "benchmarks"
 
@@ -71,6 +74,7 @@ class Load:
     output: int
     cases: tuple[str, ...]
     busy: bool = False  # whether another process keeps a core busy
+    sampled: bool = False  # temperature 0.7 and top-p 0.9, which the peers' workers do not have
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,9 @@ LOADS = (
     Load(8, 128, 128, ("concurrent_8", "memory")),
     Load(32, 128, 128, ("concurrent_32", "memory")),
     Load(1, 128, 128, ("busy",), busy=True),
+    Load(1, 128, 128, ("sampled_1",), sampled=True),
+    Load(8, 128, 128, ("sampled_8",), sampled=True),
+    Load(32, 128, 128, ("sampled_32",), sampled=True),
 )
 CASES = {
     "decode": Case(
@@ -124,6 +131,22 @@ CASES = {
         lambda work, machine, out: work.decode_rate(machine, 128, out),
         (1.0, 1.0),
     ),
+    **{
+        f"sampled_{rows}": Case(
+            f"{rows} × 128/{{output}} sampled output",
+            "tok/s",
+            True,
+            lambda work, machine, out, rows=rows: work.batch_rate(machine, rows, 128, out),
+        )
+        for rows in (1, 8, 32)
+    },
+    "server_start": Case(
+        "`slipstream start` to first token over HTTP",
+        "s",
+        False,
+        lambda work, machine, _: work.model_bytes / machine.bandwidth,
+    ),
+    "idle": Case("CPU time of an idle server", "% of a core", False, lambda *_: 0.0),
     "cold_start": Case(
         "process start to first token",
         "s",
@@ -155,13 +178,16 @@ def main() -> None:
         )
         for key, one in running.items():
             samples["memory", *key].append(one.peak_bytes() / 1e6)
+        if {"server_start", "idle"} & set(cases):
+            measure_servers(models, rounds, samples)
     finally:
         for one in running.values():
             one.close()
     print_table(
         models, machine, cases, output, samples, [one.contender for one in running.values()]
     )
-    print_start_goal(samples)
+    print_start_goals(samples)
+    print_vllm_goals(samples)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -273,6 +299,16 @@ def start_one(contender: Contender, prompt: list[int]) -> tuple[Running, float] 
     return None
 
 
+def measure_servers(models: Models, rounds: int, samples: Samples) -> None:
+    """Start servers in turn, and watch each while it is idle."""
+    for _ in range(rounds):
+        for group, engine in ((BF16, models.engine_bf16), (Q4, models.engine_q4)):
+            found = measure_server(engine, QUESTION, LOGS / f"server-{group}.log", IDLE_SECONDS)
+            samples["server_start", group, OURS].append(found.first_token_seconds)
+            samples["idle", group, OURS].append(found.idle_cores * 100)
+            progress(f"server, {group}: first token after {found.first_token_seconds:.1f} s")
+
+
 def compare_answers(running: Collection[Running], models: Models) -> None:
     """Print the first words of each contender's answer, so that a reader can compare them."""
     prompt = models.encode(QUESTION)
@@ -301,6 +337,8 @@ def run_rounds(
             for load in LOADS:
                 if set(load.cases) & set(cases):
                     for one in running:
+                        if load.sampled and one.contender.name not in (OURS, TORCH):
+                            continue
                         with busy_program() if load.busy else nullcontext():
                             record(one, replace(load, output=output), vocabulary, number, samples)
             progress(f"round {number + 1} of {rounds} done")
@@ -324,7 +362,7 @@ def record(one: Running, load: Load, vocabulary: int, number: int, samples: Samp
     draw = random.Random(f"{load.rows} {number}")
     tokens = range(100, min(vocabulary, 40_000))
     prompts = [draw.choices(tokens, k=load.prompt) for _ in range(load.rows)]
-    timed = one.generate(prompts, load.output)
+    timed = one.generate(prompts, load.output, load.sampled)
     if load.busy:
         after_first = timed["seconds"] - timed["first_seconds"]
         samples["busy", *one.contender.key].append((load.output - 1) / after_first)
@@ -359,7 +397,7 @@ def print_table(
                     case.unit,
                     case.higher_is_better,
                     figures,
-                    case.limit(work, machine, output),
+                    case.limit(work, machine, output) or None,
                     case.goals[index],
                 )
             )
@@ -373,14 +411,23 @@ def print_table(
         print(note)
 
 
-def print_start_goal(samples: Samples) -> None:
-    """Compare the start with its goal, which is a time and not a ratio."""
-    for group in (BF16, Q4):
-        if starts := samples["cold_start", group, OURS]:
-            verdict = "met" if median(starts) <= START_GOAL_SECONDS else "missed"
-            print(
-                f"start, {group}: {median(starts):.2f} s, goal ≤ {START_GOAL_SECONDS} s: {verdict}"
-            )
+def print_start_goals(samples: Samples) -> None:
+    """Compare starts with their goals, which are times and not ratios."""
+    for case, goal in START_GOALS.items():
+        for group in (BF16, Q4):
+            if starts := samples[case, group, OURS]:
+                verdict = "met" if median(starts) <= goal else "missed"
+                print(f"{case}, {group}: {median(starts):.2f} s, goal ≤ {goal} s: {verdict}")
+
+
+def print_vllm_goals(samples: Samples) -> None:
+    for name, case in CASES.items():
+        ours = samples[name, BF16, OURS]
+        theirs = samples[name, BF16, VLLM]
+        if ours and theirs and case.higher_is_better:
+            ratio = median(ours) / median(theirs)
+            verdict = "met" if ratio >= VLLM_GOAL else "missed"
+            print(f"{name}: {ratio:.2f} × vLLM, goal ≥ {VLLM_GOAL} ×: {verdict}")
 
 
 def warn_when_busy() -> None:

@@ -22,7 +22,8 @@ class Timed:
     tokens: list[list[int]]  # output tokens of each request
 
 
-Generate = Callable[[list[list[int]], int], Timed]  # (prompts, tokens to generate for each)
+# (prompts, tokens to generate for each), and True for temperature 0.7 and top-p 0.9
+Generate = Callable[..., Timed]
 
 
 def serve(start: Callable[[dict[str, Any]], Generate]) -> None:
@@ -36,8 +37,7 @@ def serve(start: Callable[[dict[str, Any]], Generate]) -> None:
     generate = start(json.loads(sys.argv[1]))
     for line in sys.stdin:
         order = json.loads(line)
-        print(
-            json.dumps(asdict(generate(order["prompts"], order["max_tokens"]))),
-            file=answers,
-            flush=True,
-        )
+        given = [order["prompts"], order["max_tokens"]]
+        if order.get("sampled"):
+            given.append(True)
+        print(json.dumps(asdict(generate(*given))), file=answers, flush=True)

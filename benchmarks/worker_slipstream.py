@@ -24,13 +24,17 @@ def start(options: dict[str, Any]) -> Generate:
     event_loop = uvloop.new_event_loop()
     event_loop.run_until_complete(engine.start())
 
-    def generate(prompts: list[list[int]], max_tokens: int) -> Timed:
-        return event_loop.run_until_complete(_generate(engine, prompts, max_tokens))
+    def generate(prompts: list[list[int]], max_tokens: int, sampled: bool = False) -> Timed:
+        drawn = {"temperature": 0.7, "top_p": 0.9} if sampled else {}
+        parameters = SamplingParams(max_tokens=max_tokens, **drawn)
+        return event_loop.run_until_complete(_generate(engine, prompts, parameters))
 
     return generate
 
 
-async def _generate(engine: EngineClient, prompts: list[list[int]], max_tokens: int) -> Timed:
+async def _generate(
+    engine: EngineClient, prompts: list[list[int]], parameters: SamplingParams
+) -> Timed:
     began = time.perf_counter()
     firsts: list[float] = []
 
@@ -46,12 +50,7 @@ async def _generate(engine: EngineClient, prompts: list[list[int]], max_tokens: 
 
     # No end ids: every request runs to its full length.
     running = [
-        read(
-            engine.submit(
-                GenerateRequest(UNASSIGNED, prompt, SamplingParams(max_tokens=max_tokens))
-            )
-        )
-        for prompt in prompts
+        read(engine.submit(GenerateRequest(UNASSIGNED, prompt, parameters))) for prompt in prompts
     ]
     tokens = await asyncio.gather(*running)
     return Timed(min(firsts), time.perf_counter() - began, list(tokens))

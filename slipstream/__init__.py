@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from slipstream.offline.guides import StructuredOutputsParams
     from slipstream.offline.results import Completion, Logprob, RequestOutput
     from slipstream.offline.sampling_params import SamplingParams
+    from slipstream.offline.serving import LLMServer, ServerFailed
 
 __all__ = [
     "LLM",
     "Completion",
     "GenerationFailed",
+    "LLMServer",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "ServerFailed",
     "StructuredOutputsParams",
     "TextStream",
     "__version__",
@@ -33,9 +36,11 @@ _MODULES = {
     "LLM": "slipstream.llm",
     "Completion": "slipstream.offline.results",
     "GenerationFailed": "slipstream.offline.generation",
+    "LLMServer": "slipstream.offline.serving",
     "Logprob": "slipstream.offline.results",
     "RequestOutput": "slipstream.offline.results",
     "SamplingParams": "slipstream.offline.sampling_params",
+    "ServerFailed": "slipstream.offline.serving",
     "StructuredOutputsParams": "slipstream.offline.guides",
     "TextStream": "slipstream.offline.event_loop",
 }

@@ -112,6 +112,21 @@ def test_cpu_benchmark_prints_help_and_refuses_unknown_peers(arguments, code, te
     assert text in result.stdout + result.stderr
 
 
+def test_cpu_benchmark_measures_a_whole_server(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "cpu.py"), "--shape", "tiny", "--quick"]
+    printed = subprocess.run(
+        [*command, "--peers", "", "--only", "server_start"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "SLIPSTREAM_HOME": str(tmp_path)},
+    ).stdout
+    rows = [line.split("|")[1:-1] for line in printed.splitlines() if "over HTTP" in line]
+    assert [row[0].strip().split(", ")[1] for row in rows] == ["bf16", "4-bit"]
+    assert all(0 < float(row[2]) < 120 for row in rows)
+    assert "server_start, bf16: " in printed
+
+
 def test_cpu_benchmark_prints_the_table_of_a_small_shape(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "cpu.py"), "--shape", "tiny", "--quick"]
     printed = subprocess.run(

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,11 @@ from tiny_hf_folder import save_model
 from tiny_server import children_of, is_running
 
 from slipstream import LLM
+from slipstream.engine.messages import StepOutputs
+from slipstream.engine.settings import EngineSettings
+from slipstream.engine_worker.process import start_real_engine
 from slipstream.offline.serving import LLMServer, ServerFailed, served_name, start_options
+from slipstream.server.engine_link.serve import Loop
 
 PROMPT = "What is ML?"
 ANY_PORTS = {"port": 0, "grpc_port": 0, "metrics_port": 0}
@@ -122,8 +127,11 @@ def test_a_running_request_finishes_before_the_server_stops(llm: LLM) -> None:
         next(lines)
         os.kill(server.process_id, signal.SIGTERM)
         assert list(lines)[-2] == "data: [DONE]"
+    folder = server._lender.path.parent
+    assert folder.is_dir()
     server.stop()
     assert not server.running
+    assert not folder.exists()
     assert not llm._engine._link._live
     server.stop()
     assert repr(server) == "<LLMServer of 'tiny': stopped>"
@@ -152,6 +160,44 @@ def test_requests_of_a_killed_server_are_cancelled(llm: LLM) -> None:
     (here,) = llm.generate(PROMPT, max_tokens=12)
     with llm.serve(**ANY_PORTS, background=True) as another:
         assert complete(another) == here.text
+
+
+def test_an_engine_that_fails_ends_its_server(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = threading.Event()
+
+    def start(folder: str, settings: EngineSettings) -> Loop:
+        loop = start_real_engine(folder, settings)
+        step = loop.step
+
+        def step_or_fail() -> StepOutputs | None:
+            if broken.is_set():
+                raise RuntimeError("the device is gone")
+            return step()
+
+        monkeypatch.setattr(loop, "step", step_or_fail)
+        return loop
+
+    monkeypatch.setattr("slipstream.llm.start_real_engine", start)
+    with LLM(source, dtype="float32", cache_tokens=2048) as llm:
+        server = llm.serve(**ANY_PORTS, background=True)
+        assert complete(server)
+        broken.set()
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+        assert answer.status_code in (500, 503)
+        assert "the device is gone" in answer.json()["error"]["message"]
+        with pytest.raises(ServerFailed, match="the engine failed for good"):
+            server.wait()
+        assert repr(llm).endswith("RuntimeError: the device is gone>")
+        with pytest.raises(ServerFailed, match="the engine is not running: RuntimeError"):
+            llm.serve(**ANY_PORTS, background=True)
+
+
+def test_a_name_that_no_model_can_have_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="'a/b' cannot be a model's name here"):
+        llm.serve(**ANY_PORTS, background=True, model_name="a/b")
 
 
 def test_a_busy_port_is_reported(llm: LLM) -> None:
@@ -237,19 +283,19 @@ def start_script(source: Path) -> tuple[subprocess.Popen[str], str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_blocking_form_serves_until_it_is_interrupted(source: Path, number: int) -> None:
     running, url = start_script(source)
-    assert httpx.get(f"{url}/v2/health/ready").status_code == 200
+    status = httpx.get(f"{url}/v2/health/ready").status_code
     running.send_signal(number)
     output, _ = running.communicate(timeout=60)
-    assert (running.returncode, output) == (0, "stopped\n")
+    assert (status, running.returncode, output) == (200, 0, "stopped\n")
 
 
 def test_the_server_ends_with_a_killed_program(source: Path) -> None:
     running, _ = start_script(source)
     children = children_of(running.pid)
     others = [process for child in children for process in children_of(child)]
-    assert len(children) == len(others) == 1
     running.kill()
     running.communicate()
+    assert len(children) == len(others) == 1
     deadline = time.monotonic() + 20
     while any(is_running(process) for process in [*children, *others]):
         assert time.monotonic() < deadline

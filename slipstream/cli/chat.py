@@ -34,6 +34,7 @@ _MORE_HELP = "/help lists the other commands."
 _COMMANDS = f"""\
 /set NAME VALUE   change a setting: {", ".join(SETTINGS)}
 /set NAME         use the server's default
+/set              list all settings
 /show             show the settings and the length of the conversation
 /retry            ask the last question again
 /save FILE        write the conversation to a file
@@ -178,6 +179,9 @@ def _run_command(name: str, argument: str, conversation: Conversation, end: str)
         for setting, value in conversation.settings.items():
             print(f"{setting}: {value}")
         print(f"messages: {len(conversation.messages)}")
+    elif name == "/set" and not argument:
+        for setting in SETTINGS:
+            print(f"{setting}: {conversation.settings.get(setting, 'the default of the server')}")
     elif name == "/set":
         setting, _, value = argument.partition(" ")
         conversation.set(setting, value.strip())

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
 from slipstream.cli.arguments import CommandError, Parser, UsageError
+from slipstream.cli.interrupts import INTERRUPTED, INTERRUPTED_LINE, raise_at_interrupt
 from slipstream.cli.log import log, program
 
 
@@ -53,9 +54,9 @@ GROUPS: dict[str, dict[str, Command]] = {
     "Operate": {
         "ps": Command("processes.ps", "List the servers that run on this machine."),
         "stop": Command("processes.stop", "Stop a server of this machine."),
-        "status": Command("status", "Print whether a server is live and ready."),
-        "metrics": Command("metrics", "Print a server's metrics as JSON."),
-        "config": Command("config", "Print a model's configuration as JSON."),
+        "status": Command("status", "Print a server's version, models and states, or metrics."),
+        "metrics": Command("metrics", "The same as status --metrics."),
+        "config": Command("config", "The same as status --config MODEL."),
         "bench": Command("bench", "Measure latency and throughput of a text model."),
         "doctor": Command("doctor.command", "Describe this machine and find problems."),
         "completion": Command("completion", "Print a script for completion in a shell."),
@@ -80,6 +81,9 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+# commands that work and are not listed in the help: each is another one by a second name
+HIDDEN = {"serve": "start", "profile": "bench", "metrics": "status", "config": "status"}
 
 # other names of commands, as Ollama has them; `pull NAME` is `import -m NAME`
 ALIASES = {"pull": "import", "ls": "list", "rm": "remove"}
@@ -135,12 +139,13 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     try:
         parser = create_parser(name)
         given = parser.parse(arguments)
+        raise_at_interrupt()
         return load_command(name).run(given)
     except BrokenPipeError:
         return 128 + signal.SIGPIPE  # the reader of our output is gone, and of our errors too
     except KeyboardInterrupt:
-        log("ERROR", "interrupted; nothing was left behind")
-        return 130
+        log("ERROR", INTERRUPTED_LINE)
+        return INTERRUPTED
     except UsageError as error:
         parser.error(str(error))
     except (CommandError, ValueError, OSError) as error:

@@ -50,6 +50,12 @@ _NEUTRAL_TEXTS = {
     "INPUT_3": "",
     "sampling_parameters": "{}",
 }
+# names of the inputs of sampling fields, newest first
+_SAMPLING_NAMES = {
+    "temperature": ("temperature",),
+    "top_p": ("top_p", "runtime_top_p"),
+    "seed": ("seed", "random_seed"),
+}
 _LARGEST_RANDOM = 128  # above every random integer, so that it fits each integer type
 
 
@@ -75,10 +81,30 @@ def create_parser() -> Parser:
     parser.add_argument(
         "--max-tokens", type=int, default=128, help="Maximum number of tokens to generate."
     )
+    _add_sampling(parser)
     add_protocol(parser, "grpc" if program() == "triton" else "http")
     add_api_key(parser)
     add_address(parser, "8000, or 8001 with -i grpc")
     return parser
+
+
+def _add_sampling(parser: Parser) -> None:
+    add = parser.group("sampling of text models").add_argument
+    add("--temperature", type=float, help="Temperature; over 0 draws tokens (default: greedy).")
+    add("--top-p", type=float, metavar="P", help="Draw from the likeliest tokens of this share.")
+    add("--seed", type=int, help="Seed of the draws: the same seed gives the same text.")
+
+
+def sampling(given: Namespace) -> dict[str, float]:
+    """Return the sampling fields of a request.
+
+    On Triton's protocol a temperature alone is greedy, so `top_p` is sent with it.
+    """
+    wanted = {"temperature": given.temperature, "top_p": given.top_p, "seed": given.seed}
+    fields = {name: value for name, value in wanted.items() if value is not None}
+    if fields.get("temperature"):
+        fields.setdefault("top_p", 1.0)
+    return fields
 
 
 def run(given: Namespace) -> int:
@@ -105,7 +131,8 @@ def _infer(connection: Connection, given: Namespace) -> None:
             _print_tensors("Output", tensors)
         return
     messages = None if _is_raw(given, config) else conversation(prompt, given.system)
-    inputs = choose_inputs(model, config, prompt, given.max_tokens, messages)
+    fields = sampling_inputs(model, config, sampling(given))
+    inputs = choose_inputs(model, config, prompt, given.max_tokens, messages) | fields
     request = Request(model, inputs)
     try:
         _print_pieces(_pieces(connection, request, answer_name))
@@ -113,7 +140,7 @@ def _infer(connection: Connection, given: Namespace) -> None:
         if messages is None or given.system or _NO_TEMPLATE not in str(error):
             raise
         # a base model, which continues texts
-        request = Request(model, choose_inputs(model, config, prompt, given.max_tokens))
+        request = Request(model, choose_inputs(model, config, prompt, given.max_tokens) | fields)
         _print_pieces(_pieces(connection, request, answer_name))
 
 
@@ -195,6 +222,21 @@ def choose_inputs(
             inputs[name] = tensor.fill(_NEUTRAL_TEXTS[name])
         else:
             inputs[name] = _random(tensor)
+    return inputs
+
+
+def sampling_inputs(
+    model: str, config: Mapping[str, Any], fields: Mapping[str, float]
+) -> dict[str, Array]:
+    """Return the inputs of sampling fields, by the model's own names."""
+    declared = declared_inputs(config)
+    inputs = {}
+    for field, value in fields.items():
+        name = _first_of(_SAMPLING_NAMES[field], declared)
+        if name is None:
+            option = field.replace("_", "-")
+            raise CommandError(f"model '{model}' has no input for --{option}; leave it out")
+        inputs[name] = declared[name].fill(value)
     return inputs
 
 

@@ -5,7 +5,6 @@ Without either, the default model is imported first.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -24,6 +23,7 @@ from slipstream.cli.arguments import (
     frontend_count,
 )
 from slipstream.cli.engine_flags import add_engine_flags, engine_overrides, explain_stages
+from slipstream.cli.interrupts import run_part
 from slipstream.cli.keys import (
     ALLOWED_HOST_HELP,
     CERTIFICATE_HELP,
@@ -394,7 +394,7 @@ def _default_repository() -> Path:
     )
     # A separate process: building an engine needs torch, which the server never loads.
     command = [sys.executable, "-P", "-m", "slipstream.cli.models.import_model", DEFAULT_MODEL]
-    code = subprocess.call([*command, str(repository)], env=child_environment())
+    code = run_part([*command, str(repository)], child_environment())
     if code != 0:
         raise CommandError(
             f"{DEFAULT_MODEL} could not be imported, for the reason above; "

@@ -67,6 +67,9 @@ class Connection(Protocol):
     def metadata(self) -> dict[str, Any]:
         """Return name, version and extensions of the server."""
 
+    def index(self) -> list[dict[str, Any]]:
+        """Return name, version, state and reason of the models in the repository."""
+
     def health(self) -> dict[str, bool]:
         """Return whether the server is live, and whether it is ready."""
 
@@ -160,6 +163,17 @@ class GrpcConnection:
         found = self._ask("ServerMetadata")
         return {"name": found.name, "version": found.version, "extensions": list(found.extensions)}
 
+    def index(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": model.name,
+                "version": model.version,
+                "state": model.state,
+                "reason": model.reason,
+            }
+            for model in self._ask("RepositoryIndex").models
+        ]
+
     def health(self) -> dict[str, bool]:
         return {"live": self._ask("ServerLive").live, "ready": self._ask("ServerReady").ready}
 
@@ -221,6 +235,14 @@ class HttpConnection:
 
     def metadata(self) -> dict[str, Any]:
         return self._document("GET", "/v2", None)
+
+    def index(self) -> list[dict[str, Any]]:
+        found: Any = self._document("POST", "/v2/repository/index", {})
+        return list(found)
+
+    def get(self, path: str) -> dict[str, Any]:
+        """Return the JSON object of a route."""
+        return self._document("GET", path, None)
 
     def health(self) -> dict[str, bool]:
         return {word: self._get(f"/v2/health/{word}").is_success for word in ("live", "ready")}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,18 +35,42 @@ class Sampled(NamedTuple):
     likeliest: Any | None = None  # the likeliest tokens of many samples: `gpu/sampler.Likeliest`
 
 
-def sample(logits: np.ndarray, rows: list[int], lengths: list[int], state: Rows) -> Sampled:
+class Draw(NamedTuple):
+    """A token to draw."""
+
+    sample: int  # row of the logits
+    parameters: SamplingParams
+    top_p: float
+    key: int  # of the noise
+
+
+# (logits [samples, vocab], draws) → the tokens that each draw may take; None: not known
+FindCandidates = Callable[[np.ndarray, Sequence[Draw]], Sequence[sampling.Candidates | None]]
+
+
+def sample(
+    logits: np.ndarray,
+    rows: list[int],
+    lengths: list[int],
+    state: Rows,
+    find_candidates: FindCandidates = lambda logits, draws: [None] * len(draws),
+    likeliest: np.ndarray | None = None,
+) -> Sampled:
     """Sample a token for each of `rows`. `lengths`: the number of tokens that each row knows.
 
-    logits: float32 [samples, vocab], may be overwritten
+    logits: float32 [samples, vocab], may be overwritten; find_candidates: a faster way to find them
+    than to sort the vocabulary; likeliest: tokens with the largest logits [samples], if known
     """
-    tokens = np.array([line.argmax() for line in logits], dtype=np.int64)
+    if likeliest is None:
+        likeliest = np.array([line.argmax() for line in logits], dtype=np.int64)
+    tokens = likeliest.copy()
     if all_plain(rows, state):
         return Sampled(tokens, logits[np.arange(len(tokens)), tokens], None, [])
     best = np.empty(len(rows), dtype=np.float32)
-    log_probs = np.full(len(rows), np.nan, dtype=np.float32)
     top: list[TopTokens] = []
     raw: list[tuple[int, np.ndarray]] = []
+    own: list[tuple[int, SamplingParams, np.ndarray]] = []  # logits before parameters change them
+    draws: list[Draw] = []
     before: Counter[int] = Counter()  # row → samples before this one
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         p = state.sampling[row]
@@ -56,27 +80,38 @@ def sample(logits: np.ndarray, rows: list[int], lengths: list[int], state: Rows)
         if p.beams:  # beams are scored by log-probabilities, which parameters then change
             values /= np.float32(p.temperature or 1.0)
             values -= sampling.log_sum_exp(values)
-        # of the model's own logits, before any parameter changes them
-        own = values.copy() if p.log_probs or p.top_log_probs else None
-        _adjust(values, p, row, length, state)
-        if row in state.masks:
-            _apply_mask(values, state.masks[row], before[row])
+        if p.log_probs or p.top_log_probs:
+            own.append((index, p, values.copy()))
+        changed = _adjust(values, p, row, length, before[row], state)
         before[row] += 1
-        tokens[index] = values.argmax()
+        if changed or p.beams:
+            tokens[index] = values.argmax()
         best[index] = values[tokens[index]]
         if not p.greedy and math.isfinite(best[index]):
-            tokens[index] = _draw(values, p, row, length, state)
-        if own is not None:
-            mass = sampling.log_sum_exp(own)
-            log_probs[index] = own[tokens[index]] - mass
-            if p.top_log_probs and not p.beams:
-                ids = sampling.largest(own, p.top_log_probs)
-                top.append((index, ids, own[ids] - mass))
+            draws.append(_describe_draw(index, p, row, length, state))
         if p.beams:
             ids = sampling.largest(values, p.candidates)
             top.append((index, ids, values[ids]))
-    asked = any(state.sampling[row].log_probs or state.sampling[row].top_log_probs for row in rows)
-    return Sampled(tokens, best, log_probs if asked else None, top, raw)
+    for draw, found in zip(draws, find_candidates(logits, draws) if draws else (), strict=True):
+        tokens[draw.sample] = _draw(logits[draw.sample], draw, found)
+    log_probs = _log_probs(tokens, own, top) if own else None
+    return Sampled(tokens, best, log_probs, top, raw)
+
+
+def _log_probs(
+    tokens: np.ndarray, own: list[tuple[int, SamplingParams, np.ndarray]], top: list[TopTokens]
+) -> np.ndarray:
+    """Return the log-probability of each token, nan where it is not wanted. Append the likeliest
+    tokens of each sample to `top`. own: (sample, parameters, logits)
+    """
+    found = np.full(len(tokens), np.nan, dtype=np.float32)
+    for index, p, values in own:
+        mass = sampling.log_sum_exp(values)
+        found[index] = values[tokens[index]] - mass
+        if p.top_log_probs and not p.beams:
+            ids = sampling.largest(values, p.top_log_probs)
+            top.append((index, ids, values[ids] - mass))
+    return found
 
 
 def all_plain(rows: list[int], state: Rows) -> bool:
@@ -103,14 +138,23 @@ def to_result(sampled: Sampled) -> StepResult:
     return result
 
 
-def _adjust(logits: np.ndarray, p: SamplingParams, row: int, length: int, state: Rows) -> None:
-    """Apply bias, allowed tokens, bans, minimum length and penalties to a row's logits [vocab]."""
+def _adjust(
+    logits: np.ndarray, p: SamplingParams, row: int, length: int, before: int, state: Rows
+) -> bool:
+    """Apply bias, allowed tokens, bans, minimum length, penalties and the mask to a row's logits
+    [vocab]. Return whether there are any. before: samples of the row before this one
+    """
     bias = state.bias[row]
     bad_words = state.bad_words[row]
     end_ids = state.end_ids[row]
+    allowed = state.allowed[row]
+    given = (bias, bad_words, end_ids, allowed)
+    has_mask = row in state.masks
+    if not (p.no_repeat_ngram or p.penalised or has_mask) and all(one is None for one in given):
+        return False
     if bias is not None:
         np.add.at(logits, *bias)
-    if (allowed := state.allowed[row]) is not None:
+    if allowed is not None:
         kept = logits[allowed]
         logits.fill(-np.inf)
         logits[allowed] = kept
@@ -123,6 +167,9 @@ def _adjust(logits: np.ndarray, p: SamplingParams, row: int, length: int, state:
         logits[end_ids] = -np.inf
     if p.penalised:
         _penalise(logits, p, state.tokens[row, :length], state.prompt_tokens[row])
+    if has_mask:
+        _apply_mask(logits, state.masks[row], before)
+    return True
 
 
 def _penalise(logits: np.ndarray, p: SamplingParams, known: np.ndarray, prompt: int) -> None:
@@ -156,14 +203,24 @@ def _apply_mask(logits: np.ndarray, masks: bytes, place: int) -> None:
     np.putmask(logits, excluded.view(bool), -np.inf)
 
 
-def _draw(logits: np.ndarray, p: SamplingParams, row: int, length: int, state: Rows) -> int:
-    key = sampling.noise_key(p.seed, length)
-    if not p.narrows:
-        return sampling.draw_from_all(logits, p.temperature, p.min_p, key, p.typical_p)
+def _describe_draw(sample: int, p: SamplingParams, row: int, length: int, state: Rows) -> Draw:
     top_p = p.top_p
     if p.top_p_decay < 1.0:
         top_p = decayed_top_p(p, state.tokens[row, state.prompt_tokens[row] : length])
-    return sampling.draw_narrowed(logits, p.temperature, p.top_k, top_p, p.min_p, key, p.typical_p)
+    return Draw(sample, p, top_p, sampling.noise_key(p.seed, length))
+
+
+def _draw(logits: np.ndarray, draw: Draw, candidates: sampling.Candidates | None) -> int:
+    """Draw a token. logits: [vocab]"""
+    p = draw.parameters
+    if not p.narrows:
+        if candidates is None:
+            return sampling.draw_from_all(logits, p.temperature, p.min_p, draw.key, p.typical_p)
+        return sampling.draw_one(candidates.tokens, candidates.scaled, p.min_p, draw.key)
+    bounds = (p.top_k, draw.top_p, p.min_p, draw.key, p.typical_p)
+    if candidates is None:
+        return sampling.draw_narrowed(logits, p.temperature, *bounds)
+    return sampling.draw_from_candidates(candidates, *bounds)
 
 
 def decayed_top_p(p: SamplingParams, output: np.ndarray) -> float:

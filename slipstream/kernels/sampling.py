@@ -8,6 +8,8 @@ needed only for the tokens that the filters keep. `gpu/sampling/in_torch.py` dra
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 _LOW_64_BITS = 0xFFFFFFFFFFFFFFFF
@@ -56,6 +58,14 @@ def log_sum_exp(values: np.ndarray) -> np.float32:
     return total
 
 
+class Candidates(NamedTuple):
+    """The tokens that a draw may take, in the order of the vocabulary."""
+
+    tokens: np.ndarray  # int64 [n]
+    scaled: np.ndarray  # float32 [n]: their logits divided by the temperature
+    mass: np.float32  # logarithm of the sum of exp(scaled logit) over the whole vocabulary
+
+
 def draw_from_all(
     logits: np.ndarray,  # float32 [vocab], the largest of them finite
     temperature: float,  # above 0
@@ -65,12 +75,19 @@ def draw_from_all(
 ) -> int:
     """Return a token, drawn without top-k and top-p."""
     scaled = logits / np.float32(temperature)
+    return draw_one(np.arange(len(scaled)), scaled, min_p, key, typical_p)
+
+
+def draw_one(
+    tokens: np.ndarray, scaled: np.ndarray, min_p: float, key: int, typical_p: float = 1.0
+) -> int:
+    """As `draw_from_all`, from some tokens [n] and their scaled logits, which may be changed."""
     if min_p > 0:
         scaled[scaled < scaled.max() + np.log(np.float32(min_p))] = -np.inf
     if typical_p < 1.0:
         scaled[~keep_typical(scaled, typical_p)] = -np.inf
-    floor = scaled.max() - np.float32(_NOISE_RANGE)
-    return _draw(scaled, np.flatnonzero(scaled >= floor), key)
+    kept = scaled >= scaled.max() - np.float32(_NOISE_RANGE)
+    return _draw(scaled[kept], tokens[kept], key)
 
 
 def draw_narrowed(
@@ -86,17 +103,32 @@ def draw_narrowed(
     likeliest token.
     """
     scaled = logits / np.float32(temperature)
-    tokens = largest(scaled, min(top_k or _FIRST_TOKENS, len(scaled)))
+    places = largest(scaled, min(top_k or _FIRST_TOKENS, len(scaled)))
     # Top-p is relative to what top-k kept; without top-k, to the whole vocabulary.
-    mass = log_sum_exp(scaled[tokens] if top_k else scaled)
-    kept, reached = _keep(scaled[tokens], mass, top_p, min_p)
-    if not top_k and not reached and len(tokens) < len(scaled):
-        tokens = largest(scaled, len(scaled))
-        kept, _ = _keep(scaled[tokens], mass, top_p, min_p)
-    tokens = tokens[kept]
+    mass = log_sum_exp(scaled[places] if top_k else scaled)
+    kept, reached = _keep(scaled[places], mass, top_p, min_p)
+    if not top_k and not reached and len(places) < len(scaled):
+        places = largest(scaled, len(scaled))
+        kept, _ = _keep(scaled[places], mass, top_p, min_p)
+    return _draw_typical(scaled[places[kept]], places[kept], typical_p, key)
+
+
+def draw_from_candidates(
+    found: Candidates, top_k: int, top_p: float, min_p: float, key: int, typical_p: float = 1.0
+) -> int:
+    """As `draw_narrowed`, where no other token can be kept."""
+    places = largest(found.scaled, min(top_k or len(found.tokens), len(found.tokens)))
+    values = found.scaled[places]
+    kept, _ = _keep(values, log_sum_exp(values) if top_k else found.mass, top_p, min_p)
+    return _draw_typical(values[kept], found.tokens[places[kept]], typical_p, key)
+
+
+def _draw_typical(values: np.ndarray, tokens: np.ndarray, typical_p: float, key: int) -> int:
     if typical_p < 1.0:
-        tokens = tokens[keep_typical(scaled[tokens], typical_p)]
-    return _draw(scaled, tokens, key)
+        kept = keep_typical(values, typical_p)
+        values = values[kept]
+        tokens = tokens[kept]
+    return _draw(values, tokens, key)
 
 
 def keep_typical(
@@ -122,7 +154,8 @@ def keep_typical(
 
 
 def _draw(scaled: np.ndarray, tokens: np.ndarray, key: int) -> int:
-    return int(tokens[(scaled[tokens] + gumbel(tokens, key)).argmax()])
+    """Return one of the tokens [n]. scaled: their scaled logits [n]"""
+    return int(tokens[(scaled + gumbel(tokens, key)).argmax()])
 
 
 def _keep(

@@ -91,7 +91,7 @@ class BatchProgress:
         if own and self.done < self._total:
             text += f", {_time(seconds / own * (self._total - self.done))} left"
         elif self.done == self._total:
-            text += f", {_time(seconds)}"
+            text += f", in {_time(seconds)}"
         self._line.show(text, self.done, self._total)
 
 

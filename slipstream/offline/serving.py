@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -59,13 +58,17 @@ class LLMServer:
         self._places: dict[str, str] = {}  # address of each service
         self._started = threading.Event()  # it serves, or has ended
         self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-llm-")
         limits = read_engine_config(engine_folder).build
-        repository = Path(self._folder.name) / "models"
-        write_repository(
-            repository, model_name, engine_folder, engine_folder, limits.max_batch_size
-        )
         self._lender = EngineLender(engine)
+        # a later server removes this folder if this process is killed
+        repository = self._lender.path.parent / "models"
+        try:
+            write_repository(
+                repository, model_name, engine_folder, engine_folder, limits.max_batch_size
+            )
+        except BaseException:
+            self._lender.close()
+            raise
         own = ["--repo", str(repository), "--ranks=1", f"--exit-timeout-secs={exit_timeout:g}"]
         command = [sys.executable, "-P", "-m", _PROGRAM, str(os.getpid()), str(self._lender.path)]
         self._process = subprocess.Popen(
@@ -151,7 +154,6 @@ class LLMServer:
         """Remove what only a running server needs."""
         self._reader.join()
         self._lender.close()
-        self._folder.cleanup()
 
     def _read_log(self) -> None:
         """Find the addresses in the log, and show it if it is wanted."""

@@ -23,7 +23,7 @@ from slipstream.repository.releases.render import render_template
 from slipstream.repository.releases.tables import RELEASES, REPOSITORIES, list_models
 from slipstream.repository.roles import Role
 from slipstream.repository.schema import FileReading
-from slipstream.repository.templates import template, template_names
+from slipstream.repository.templates import FIXED_NAMES, template, template_names
 
 _TEMPLATES = {
     Role.PREPROCESSING: "preprocessing",
@@ -61,7 +61,9 @@ def check_repository(path: str | Path) -> Problems:
         for name, model in repository.models.items()
         if (template := _template_name(model))
     }
-    shapes = {name: _paths(repository.models[name].config) for name in known}
+    shapes = {
+        name: _paths(repository.models[name].config, template) for name, template in known.items()
+    }
     if known:
         kind, release = find_nearest_release([(known[name], shapes[name]) for name in known])
         for name, template in known.items():
@@ -209,8 +211,26 @@ def _template(kind: str, release: str, name: str) -> _Shape | None:
     )
 
 
-def _paths(config: ModelConfig) -> _Shape:
-    return _shape(dict(config.document), config.lines)
+def _paths(config: ModelConfig, template: str) -> _Shape:
+    return _shape(_with_fixed_names(config, template), config.lines)
+
+
+def _with_fixed_names(config: ModelConfig, template: str) -> dict[str, Any]:
+    """Return a configuration whose steps have the names that the first model's steps have.
+
+    The helpers of further models of `slipstream import` are named after their model: those of
+    `gpt2-ensemble` are `gpt2-preprocessing` and so on.
+    """
+    document = dict(config.document)
+    owner, _, helper = config.name.rpartition(f"-{template}")
+    if helper or not owner or "ensemble_scheduling" not in document:
+        return document
+    scheduling = document["ensemble_scheduling"]
+    steps = []
+    for step in scheduling.get("step", []):
+        name = str(step.get("model_name")).removeprefix(f"{owner}-")
+        steps.append({**step, "model_name": name} if name in FIXED_NAMES else step)
+    return {**document, "ensemble_scheduling": {**scheduling, "step": steps}}
 
 
 def _shape(document: Mapping[str, Any], lines: Mapping[str, int]) -> _Shape:

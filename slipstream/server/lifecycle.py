@@ -70,6 +70,7 @@ def run_server(options: ServerOptions, factories: Sequence[ModelFactory] = ()) -
     early_signals: list[int] = []  # signals that arrive before the event loop runs
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: early_signals.append(number))
+    _check_certificates(options)
     factories = [*factories, *_create_factories(options)]
     reading = _read_repository(options, factories)
     options = replace(options, frontends=_count_frontends(options, reading))
@@ -83,6 +84,18 @@ def run_server(options: ServerOptions, factories: Sequence[ModelFactory] = ()) -
     finally:
         if hosts is not None:
             hosts.close()
+
+
+def _check_certificates(options: ServerOptions) -> None:
+    """Read the certificates before anything is loaded. They are read again when a port opens."""
+    files = [options.http_certificate, options.grpc_certificate]
+    for one in dict.fromkeys(filter(None, files)):
+        from slipstream.server.http.tls import check_certificate
+
+        try:
+            check_certificate(one)
+        except OSError as error:
+            raise StartFailed(f"TLS: {error}") from error
 
 
 def _open_cluster(options: ServerOptions) -> RankHosts | None:
@@ -246,12 +259,13 @@ class _Server:
         self._frontends = frontends
         self._state = ServerState(engines)
         self._stop_requested = asyncio.Event()
+        self._stop_signal = 0  # the signal that requested it
 
     async def run(self, early_signals: list[int]) -> int:
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         if early_signals:
-            return 0
+            return _end_before_ready(early_signals[0])
         self._engines.watch_spawned()
         await asyncio.sleep(0)  # the tasks that watch the engines begin to run
         os.environ.setdefault(*GRPC_EXPERIMENTS_DEFAULT)
@@ -267,7 +281,7 @@ class _Server:
             reports = asyncio.ensure_future(report_loading(self._slow_models()))
             try:
                 if not await self._first(loading):
-                    return 0
+                    return _end_before_ready(self._stop_signal)
             finally:
                 reports.cancel()
             self._times.models_loaded()
@@ -353,6 +367,7 @@ class _Server:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._stop_requested.is_set():
+            self._stop_signal = number
             self._stop_requested.set()
             return
         logger.warning("second %s: exiting at once", number.name)
@@ -400,6 +415,15 @@ class _Server:
             f"Try it:   curl -s {key}{url} -d '{body}'",
             f"OpenAI:   {place}/v1   chat: {place}/ or {chat}",
         ]
+
+
+def _end_before_ready(number: int) -> int:
+    """Say that a signal ended the server before it served; return the exit code.
+
+    A user's Ctrl-C interrupts the command. SIGTERM is the orderly end that a supervisor wants.
+    """
+    logger.warning("%s before the server was ready: it ends", signal.Signals(number).name)
+    return 128 + number if number == signal.SIGINT else 0
 
 
 def _patience(deadline: float) -> float:

@@ -76,8 +76,23 @@ class ServerOptions:
         return [port.address for port in (self.http, self.grpc, self.metrics) if port.open]
 
     @property
+    def grpc_certificate(self) -> CertificateFiles | None:
+        certificate = self.grpc_settings.get("server_certificate")
+        key = self.grpc_settings.get("server_key")
+        if certificate is None or key is None:
+            return None
+        return CertificateFiles(certificate, key, self.grpc_settings.get("root_certificate"))
+
+    @property
     def sites(self) -> Sites:
-        return Sites(is_loopback(self.http.address), self.allowed_hosts, self.cors_origins)
+        return self._sites_at(self.http.address)
+
+    @property
+    def metrics_sites(self) -> Sites:
+        return self._sites_at(self.metrics.address)
+
+    def _sites_at(self, address: str) -> Sites:
+        return Sites(is_loopback(address), self.allowed_hosts, self.cors_origins)
 
 
 def is_loopback(address: str) -> bool:

@@ -111,7 +111,7 @@ class Services:
         shown = self.metrics if options.http_metrics else None
         app = create_app(self.registry, state, context, shown, self.metrics)
         self._http = HttpServer(app, certificate=options.http_certificate)
-        self._metrics = HttpServer(serve_metrics(self.metrics, state))
+        self._metrics = HttpServer(serve_metrics(self.metrics, state, options.metrics_sites))
         self._grpc_options = GrpcOptions(**options.grpc_settings, share_port=frontends is not None)
         handlers = create_handlers(self.registry, state, context)
         self._calls = ForwardedCalls(handlers)

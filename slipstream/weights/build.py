@@ -138,7 +138,7 @@ def _write_folder(
         (staging / name).write_bytes(content)
         files[name] = hashlib.sha256(content).hexdigest()
     layout = engine_layout(source.spec, plan.dtype, plan.quantisation)
-    meter = ByteMeter(_phase(source), sum(slot.nbytes for slot in layout.values()), progress)
+    meter = ByteMeter(_phase(source, plan), sum(slot.nbytes for slot in layout.values()), progress)
     pieces = _engine_pieces(source, plan)
     files[_WEIGHTS_NAME] = write_tensors(staging / _WEIGHTS_NAME, layout, pieces, meter.add)
     own: dict[str, Any] = {
@@ -197,9 +197,11 @@ def _engine_pieces(source: Source, plan: EnginePlan) -> Iterator[tuple[str, memo
                 yield parameter.name, tensor_bytes(block, DTYPE_NAMES[code])
 
 
-def _phase(source: Source) -> str:
+def _phase(source: Source, plan: EnginePlan) -> str:
     """Return what a build says that it writes."""
-    return f"weights, expanded from {source.expanded}" if source.expanded else "weights"
+    if plan.quantisation.stored or not source.expanded:
+        return "weights"
+    return f"weights, expanded from {source.expanded}"
 
 
 def _first_place(parameter: EngineParameter, places: dict[str, int]) -> int:

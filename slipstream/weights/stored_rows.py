@@ -40,6 +40,8 @@ def keep_as_stored(source: Source, quantisation: Quantisation) -> Quantisation:
         for parameter in engine_parameters(source.spec, quantisation)
         if (parts := _describe(source, source.stored, parameter))
     }
+    if not stored:
+        return quantisation
     return Quantisation("GGUF", kv_cache=quantisation.kv_cache, stored=stored)
 
 

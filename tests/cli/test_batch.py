@@ -198,11 +198,15 @@ def test_a_run_that_is_killed_midway_goes_on(server: TinyServer, tmp_path: Path)
 def test_a_server_of_its_own_ends_with_a_killed_run(model: Path, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "What is ML?"}]
     body = {"messages": messages, "max_tokens": 80, "ignore_eos": True}
-    lines = [request(f"r{n}", "/v1/chat/completions", **body) for n in range(40)]
+    lines = [
+        request("vector", "/v1/embeddings", input="red"),
+        request("response", "/v1/responses", input="What is ML?", max_output_tokens=16),
+        *[request(f"r{n}", "/v1/chat/completions", **body) for n in range(40)],
+    ]
     source = write_lines(tmp_path / "in.jsonl", lines)
     output = tmp_path / "out.jsonl"
-    own = ["--model", model, "--dtype=float32", "--max-seq-len=128", "--concurrency=1"]
-    running = start_batch(model.parent / "home", source, output, *own)
+    own = ["--model", model, "--dtype=float32", "--max-seq-len=128", "--embeddings=mean"]
+    running = start_batch(model.parent / "home", source, output, *own, "--concurrency=1")
     wait_for_results(running, output, 3)
     children = children_of(running.pid)
     assert children
@@ -210,11 +214,14 @@ def test_a_server_of_its_own_ends_with_a_killed_run(model: Path, tmp_path: Path)
     running.communicate()
     while any(is_running(child) for child in children):
         time.sleep(0.05)
-    for line in output.read_bytes().splitlines()[:3]:
-        result = json.loads(line)
-        assert result["error"] is None
-        assert result["response"]["body"]["model"] == "tiny"
-        assert result["response"]["body"]["usage"]["completion_tokens"] == 80
+    results = [json.loads(line) for line in output.read_bytes().splitlines()[:3]]
+    assert [one["custom_id"] for one in results] == ["vector", "response", "r0"]
+    assert [one["error"] for one in results] == [None] * 3
+    vector, response, chat = (one["response"]["body"] for one in results)
+    assert {body["model"] for body in (vector, response, chat)} == {"tiny"}
+    assert len(vector["data"][0]["embedding"]) == 64
+    assert response["usage"]["output_tokens"] == 16
+    assert chat["usage"]["completion_tokens"] == 80
 
 
 def test_an_interrupted_run_says_how_to_go_on(server: TinyServer, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from real_server import ROOT, RealServer, build_engine, limit_cache
 from tiny_hf_folder import save_model
 from tiny_text import EchoEngine, text_registry, write_engine_folder
 
+from slipstream.cli.conversation import SETTINGS
 from slipstream.repository.models import read_repository
 from slipstream.repository.templates import write_repository
 from slipstream.server.kserve.access import Access
@@ -207,7 +208,7 @@ def test_a_model_without_chat_is_refused(place: Place, model: str, code: int) ->
     if code:
         assert (
             done.stderr
-            == f"error: there is no model '{model}' to talk to; there are: ensemble, mine\n"
+            == f"error: there is no model '{model}' to talk to; there are: mine, ensemble\n"
         )
 
 
@@ -457,6 +458,13 @@ def test_settings_are_changed_shown_and_sent(place: Place) -> None:
     assert answer.strip()
     ((_, sampling),) = place.engine.submitted
     assert sampling.max_tokens == 7
+
+
+def test_set_alone_lists_every_setting(place: Place) -> None:
+    lines = place.pipe("/set top_k 3\n/set\n").stdout.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == list(SETTINGS)
+    assert "top_k: 3" in lines
+    assert "seed: the default of the server" in lines
 
 
 @pytest.mark.parametrize(

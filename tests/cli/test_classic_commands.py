@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy
@@ -11,13 +12,14 @@ import torch
 from command_line import run_cli
 from gguf import GGMLQuantizationType
 from gguf_files import plain_tokenizer, write_gguf
+from quantised_folder import quantise_folder
 from safetensors.torch import load_file, save_file
 from tiny_hf_folder import save_model
 from tiny_models import config_of, random_model
 from tiny_server import wait_for
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from slipstream.cli.commands import COMMANDS, run_command
+from slipstream.cli.commands import COMMANDS, HIDDEN, run_command
 from slipstream.cli.compat import launch
 from slipstream.cli.progress import ProgressLines
 from slipstream.server.engine_link.launched import Launched, find_launch
@@ -365,8 +367,19 @@ def test_launch_starts_tritonserver_with_the_old_command_line(tmp_path: Path) ->
         "--grpc-port=8001",
         "--http-port=1",
         "--metrics-port=8002",
+        "--http-address=127.0.0.1",
+        "--grpc-address=127.0.0.1",
         "--disable-auto-complete-config",
         "--backend-config=python,shm-region-prefix-name=prefix0_",
+    ]
+
+
+def test_launch_listens_at_the_given_address(tmp_path: Path) -> None:
+    words = [f"--model_repo={tmp_path}", "--tritonserver", "/bin/true", "--address", "0.0.0.0"]
+    command = launch.server_command(launch.create_parser().parse(words))
+    assert [word for word in command if "address" in word] == [
+        "--http-address=0.0.0.0",
+        "--grpc-address=0.0.0.0",
     ]
 
 
@@ -480,7 +493,8 @@ def test_progress_of_a_fetch_is_no_build(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_command_is_listed_in_the_help() -> None:
     listed = run_cli(["--help"]).output
-    assert all(f"  {name} " in listed for name in COMMANDS)
+    assert all((f"  {name} " in listed) == (name not in HIDDEN) for name in COMMANDS)
+    assert set(HIDDEN.values()) <= COMMANDS.keys() - HIDDEN.keys()
 
 
 def test_verify_reports_agreement_with_the_model(
@@ -511,6 +525,29 @@ def test_verify_takes_what_import_takes(
     capsys.readouterr()
     assert run("verify", "tiny") == 0, "the engine records its source"
     assert "top-1 agreement: 100.00%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("family", "method"), [("llama", "gptq"), ("gpt2", "awq")])
+def test_verify_compares_with_what_a_quantised_checkpoint_stands_for(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    method: str,
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    folder = quantise_folder(save_model(tmp_path / "model", family), method)
+    assert run("verify", folder) == 0
+    printed = capsys.readouterr().out
+    assert f"reference: the matrices that the {method} weights stand for\n" in printed
+    assert "top-1 agreement: 100.00%" in printed
+    assert "first layer that diverges: none" in printed
+    # the reference is not the engine again
+    plain = save_model(tmp_path / "plain", family)
+    run("verify", folder, "--against", plain)
+    difference = re.search(r"largest logit difference: ([0-9.]+)", capsys.readouterr().out)
+    assert difference is not None
+    assert float(difference[1]) > 0.01
 
 
 def test_verify_compares_with_a_gguf_file(

@@ -13,7 +13,7 @@ import pytest
 from command_line import run_cli
 
 from slipstream.cli.arguments import CommandError
-from slipstream.cli.infer import choose_inputs
+from slipstream.cli.infer import choose_inputs, create_parser, sampling, sampling_inputs
 
 
 def free_port():
@@ -398,3 +398,28 @@ def test_contradicting_options_of_infer_are_refused(model, words, text):
     result = run_cli([*model[1], *words])
     assert (result.exit_code, model[0].seen) == (2, [])
     assert text in result.stderr
+
+
+def test_sampling_flags_become_the_models_own_inputs():
+    def fields(*flags):
+        return sampling(create_parser().parse(["x", *flags]))
+
+    assert fields() == {}
+    assert fields("--temperature", "0") == {"temperature": 0.0}
+    # a temperature alone would be greedy
+    assert fields("--temperature", "0.7") == {"temperature": 0.7, "top_p": 1.0}
+    assert fields("--top-p", "0.9", "--seed", "7") == {"top_p": 0.9, "seed": 7}
+    config = {
+        "input": [
+            TEXT,
+            {"name": "runtime_top_p", "data_type": "TYPE_FP32", "dims": ["1"], "optional": True},
+            {"name": "random_seed", "data_type": "TYPE_UINT64", "dims": ["1"], "optional": True},
+        ]
+    }
+    inputs = sampling_inputs("m", config, {"top_p": 0.5, "seed": 7})
+    assert {name: (array.dtype, array.item()) for name, array in inputs.items()} == {
+        "runtime_top_p": ("float32", 0.5),
+        "random_seed": ("uint64", 7),
+    }
+    with pytest.raises(CommandError, match="model 'm' has no input for --temperature"):
+        sampling_inputs("m", config, {"temperature": 1.0})

@@ -6,7 +6,7 @@ import sys
 import pytest
 from command_line import run_cli
 
-from slipstream.cli.commands import ALIASES, COMMANDS, GROUPS, resolve_alias
+from slipstream.cli.commands import ALIASES, COMMANDS, GROUPS, HIDDEN, resolve_alias
 from slipstream.version import VERSION
 
 
@@ -25,7 +25,7 @@ def test_help_lists_every_command_and_imports_none_of_them(words):
     ).stdout
     assert found.splitlines()[-1] == "[]"
     for name in COMMANDS:
-        assert f"\n  {name} " in found
+        assert (f"\n  {name} " in found) == (name not in HIDDEN)
 
 
 def test_help_has_a_section_for_each_group():
@@ -34,8 +34,9 @@ def test_help_has_a_section_for_each_group():
     assert titles == ["options:", "Use:", "Operate:", "Triton and TensorRT-LLM:"]
     for title, group in GROUPS.items():
         start = lines.index(f"{title}:") + 1
-        listed = [line.split()[0] for line in lines[start : start + len(group)]]
-        assert listed == list(group)
+        shown = [name for name in group if name not in HIDDEN]
+        listed = [line.split()[0] for line in lines[start : start + len(shown)]]
+        assert listed == shown
 
 
 def test_without_arguments_help_is_printed_and_the_exit_code_is_2():

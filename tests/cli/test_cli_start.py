@@ -38,11 +38,11 @@ def imports(monkeypatch):
     """Replace the import process; keep its commands and choose its exit code."""
     seen = {"commands": [], "code": 0}
 
-    def call(arguments, env):
+    def call(arguments, environment):
         seen["commands"].append(arguments[1:])
         return seen["code"]
 
-    monkeypatch.setattr(start_module.subprocess, "call", call)
+    monkeypatch.setattr(start_module, "run_part", call)
     return seen
 
 

@@ -10,7 +10,7 @@ from command_line import run_cli
 from slipstream.cli.arguments import Parser
 from slipstream.cli.commands import COMMANDS, SCRIPTS, create_parser
 from slipstream.cli.compat import tritonserver_flags
-from slipstream.cli.main import create_main_parser
+from slipstream.cli.program import create_main_parser
 from slipstream.cli.reference import render_reference
 
 NAMES = sorted({*COMMANDS, *SCRIPTS})

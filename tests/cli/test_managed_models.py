@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from command_line import CommandResult, run_cli
+from gguf_files import plain_tokenizer, write_gguf
 from tiny_hf_folder import save_model
+from tiny_models import VOCABULARY, config_of, random_model
 
 from slipstream.cli.models.found import age_text
 from slipstream.llm import engine_folder
@@ -237,6 +239,51 @@ def test_remove_takes_engines_of_python_and_of_start(home: Path, sources: Path) 
     assert list_engines() == []
 
 
+@pytest.mark.parametrize("words", [("import", "-m"), ("pull",)])
+def test_a_path_is_imported_under_its_own_name(home: Path, sources: Path, words: Any) -> None:
+    call(*words, f"{sources / 'llama'}/")
+    assert engines(home).keys() == {"tensorrt_llm"}
+    assert list(list_models(home / "models")) == ["llama"]
+
+
+def test_relative_paths_and_files_name_a_model(
+    home: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sources)
+    call("import", "-m", "./gpt2")
+    metadata = plain_tokenizer(VOCABULARY)
+    write_gguf(home / "my model.gguf", random_model(config_of("llama")), metadata=metadata)
+    call("import", "-m", home / "my model.gguf")
+    assert list(list_models(home / "models")) == ["gpt2", "my-model"]
+    result = run_cli(["import", "-m", "./absent"])
+    assert result.exit_code == 1
+    assert "./absent: no such folder or file" in result.output
+
+
+@pytest.mark.parametrize("name", [*HELPERS, "all"])
+def test_a_reserved_name_is_refused_as_reserved(home: Path, sources: Path, name: str) -> None:
+    result = run_cli(["import", "-m", name, "-s", sources / "llama"])
+    assert result.exit_code == 1
+    assert f"'{name}' cannot be a model's name: it is reserved" in result.output
+
+
+def test_check_has_no_warning_about_the_helpers_of_further_models(
+    home: Path, sources: Path
+) -> None:
+    import_both(sources)
+    assert call("check", home / "models").stdout.endswith(
+        "models: 0 errors, 0 warnings: can be served\n"
+    )
+    # a step that leads elsewhere is still found
+    second = next(iter((home / "models").glob("*-ensemble"))) / "config.pbtxt"
+    changed = second.read_text().replace(
+        'model_name: "two-preprocessing"', 'model_name: "two-preprocess"'
+    )
+    second.write_text(changed)
+    result = run_cli(["check", home / "models"])
+    assert "two-preprocess" in result.output
+
+
 def test_prune_removes_what_nothing_uses(home: Path, sources: Path) -> None:
     import_both(sources)
     quantised = engine_folder(sources / "llama", "auto", "int8")
@@ -251,10 +298,14 @@ def test_prune_removes_what_nothing_uses(home: Path, sources: Path) -> None:
     dry = call("prune", "--dry-run").stdout
     assert dry == (
         f"[INFO] Would remove {quantised} ({freed / 1e6:.1f} MB)\n"
-        f"[INFO] Would free {freed / 1e6:.1f} MB\n"
+        f"[INFO] Would remove {download} (0.1 MB)\n"
+        f"[INFO] Would free {(freed + 100_000) / 1e6:.1f} MB\n"
     )
     assert quantised.is_dir()
-    assert call("prune").stdout.endswith(f"[INFO] Freed {(freed + 200_000) / 1e6:.1f} MB\n")
+    assert download.is_dir()
+    assert call("prune").stdout.endswith(
+        f"[INFO] Removed {download} (0.1 MB)\n[INFO] Freed {(freed + 200_000) / 1e6:.1f} MB\n"
+    )
     assert not quantised.exists()
     assert not cut.exists()
     assert not download.exists()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,10 +59,26 @@ def test_the_only_server_is_chosen_without_a_name() -> None:
     assert choose_servers([ONE, TWO], "all", None) == [ONE, TWO]
 
 
+def test_servers_of_others_are_stopped_only_by_name() -> None:
+    foreign = replace(ONE, own=False)
+    assert choose_servers([foreign, TWO], None, None) == [TWO]
+    assert choose_servers([foreign, TWO], "all", None) == [TWO]
+    assert choose_servers([foreign, TWO], "11", None) == [foreign]
+    assert choose_servers([foreign, TWO], None, 8000) == [foreign]
+
+
 @pytest.mark.parametrize(
     ("servers", "process", "port", "text"),
     [
         ([], None, None, "no server runs on this machine"),
+        (
+            [replace(ONE, own=False)],
+            None,
+            None,
+            "no server of this user and SLIPSTREAM_HOME runs; others run: process 11 .*: "
+            "slipstream stop 11",
+        ),
+        ([replace(ONE, own=False)], "all", None, "no server of this user and SLIPSTREAM_HOME"),
         ([ONE, TWO], None, None, r"2 servers run: process 11 \(one, ports 8000 8001\); process 12"),
         ([ONE], "13", None, "no server has process 13; there are: process 11"),
         ([ONE], None, 80, "no server has port 80"),
@@ -85,17 +103,24 @@ def server(tmp_path: Path) -> Iterator[TinyServer]:
     found.close()
 
 
-def test_ps_lists_a_server_and_stop_ends_it(server: TinyServer, tmp_path: Path) -> None:
+def test_ps_lists_a_server_and_stop_ends_it(
+    server: TinyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process = server.process.pid
     found = {one.process: one for one in find_servers()}[process]
     assert (found.serves, set(found.ports)) == (
         str(tmp_path / "repository"),
         set(server.ports.values()),
     )
+    assert found.own
+    with monkeypatch.context() as patched:
+        patched.setenv("SLIPSTREAM_HOME", str(tmp_path / "another home"))
+        assert not {one.process: one for one in find_servers()}[process].own
     lines = run_cli(["ps"]).stdout.splitlines()
     assert lines[0].split() == ["PROCESS", "UP", "PORTS", "SERVES"]
     (line,) = [line for line in lines if line.split()[0] == str(process)]
-    assert line.endswith(f"{' '.join(map(str, found.ports))}   {found.serves}")
+    columns = re.split(" {2,}", line)  # as wide as those of any server of the machine
+    assert columns[2:] == [" ".join(map(str, found.ports)), found.serves]
     result = run_cli(["stop", "--port", found.ports[0]])
     assert (result.exit_code, result.stderr) == (0, "")
     assert f"Stopping process {process} " in result.stdout

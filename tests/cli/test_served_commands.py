@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -325,7 +326,20 @@ class TestTritonCli:
         self, server: RealServer, capsys: pytest.CaptureFixture[str], protocol: str
     ) -> None:
         address = ["-i", protocol, "-u", server.http if protocol == "http" else server.grpc]
-        assert json.loads(ask(capsys, "status", *address)) == {"live": True, "ready": True}
+        assert json.loads(ask(capsys, "status", "--json", *address)) == {
+            "live": True,
+            "ready": True,
+        }
+        first, headings, *models = ask(capsys, "status", *address).splitlines()
+        name = "slipstream" if protocol == "http" else "triton"
+        assert re.fullmatch(
+            rf"{name} [\d.]+\w* at localhost:\d+: ready, up .+ \(process \d+\)", first
+        )
+        assert headings.split() == ["MODEL", "VERSION", "STATE"]
+        assert ["ensemble", "1", "READY"] in [model.split() for model in models]
+        assert json.loads(ask(capsys, "status", "--config", "ensemble", *address)) == json.loads(
+            ask(capsys, "config", "-m", "ensemble", *address)
+        )
         config = json.loads(ask(capsys, "config", "-m", "ensemble", *address))
         assert config["platform"] == "ensemble"
         assert [step["model_name"] for step in config["ensemble_scheduling"]["step"]] == [
@@ -340,6 +354,8 @@ class TestTritonCli:
         self, server: RealServer, capsys: pytest.CaptureFixture[str]
     ) -> None:
         document = json.loads(ask(capsys, "metrics", "-u", server.metrics))
+        same = json.loads(ask(capsys, "status", "--metrics", "-u", server.metrics))
+        assert same.keys() == document.keys()
         family = document["nv_inference_request_success"]
         assert (family["type"], family["unit"]) == ("counter", "")
         assert {entry["name"] for entry in family["metrics"]} == {
@@ -468,7 +484,7 @@ class TestLoad:
     def test_an_http_port_given_as_grpc_is_an_error(
         self, server: RealServer, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert run_command("status", ["-u", server.http]) == 1
+        assert run_command("status", ["-i", "grpc", "-u", server.http]) == 1
         problem = (
             f"the server at {server.http} does not speak gRPC; give its gRPC port (8001 by default)"
         )

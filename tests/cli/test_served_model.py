@@ -44,11 +44,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list:
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict:
     seen: dict = {"commands": [], "code": 0}
 
-    def call(arguments, env):
+    def call(arguments, environment):
         seen["commands"].append(arguments[1:])
         return seen["code"]
 
-    monkeypatch.setattr(served_model.subprocess, "call", call)
+    monkeypatch.setattr(served_model, "run_part", call)
     return seen
 
 

@@ -41,6 +41,7 @@ DIFFERENT = {
     "route-method-generate-head": "Triton sends a body after HEAD, which breaks the next answer; here HEAD has none",
     "route-bogus-method": "the HTTP parser refuses the method FOO and closes the connection, instead of 405",
     "route-404-openai": "OpenAI's routes are served here, and this one accepts only POST",
+    "route-no-host": "a request of HTTP/1.1 without a Host is 400, as RFC 9112 demands",
     "route-http10": "the answer has Content-Length: 0, which Triton omits for HTTP/1.0",
     "route-http10-keepalive": "HTTP/1.0 connections are closed after the answer, even with keep-alive",
     "route-http10-generate": "the connection is closed by a header too (Connection: close)",
@@ -183,6 +184,9 @@ def test_deliberate_differences_are_as_listed(mimic: int, case: dict[str, Any]) 
             405,
             "invalid_request_error",
         )
+        return
+    if name == "route-no-host":
+        assert (answer.status, answer.body) == (400, b'{"error":"the request has no Host header"}')
         return
     assert answer.status == expected["status"]
     assert answer.header("content-type") == dict(expected["headers"])["Content-Type"]

@@ -181,11 +181,19 @@ def test_trailers_are_not_headers_and_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("limits", "request_head", "accepted"),
     [
-        (replace(LIMITS, url_bytes=10), b"GET /123456789 HTTP/1.1\r\n\r\n", True),
-        (replace(LIMITS, url_bytes=10), b"GET /1234567890 HTTP/1.1\r\n\r\n", False),
-        (replace(LIMITS, head_bytes=40), b"GET / HTTP/1.1\r\na: " + b"x" * 39 + b"\r\n\r\n", True),
-        (replace(LIMITS, head_bytes=40), b"GET / HTTP/1.1\r\na: " + b"x" * 40 + b"\r\n\r\n", False),
-        (replace(LIMITS, head_bytes=40), b"GET / HTTP/1.1\r\na: " + b"x" * 40, False),
+        (replace(LIMITS, url_bytes=10), b"GET /123456789 HTTP/1.1\r\nhost: x\r\n\r\n", True),
+        (replace(LIMITS, url_bytes=10), b"GET /1234567890 HTTP/1.1\r\nhost: x\r\n\r\n", False),
+        (
+            replace(LIMITS, head_bytes=40),
+            b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"x" * 34 + b"\r\n\r\n",
+            True,
+        ),
+        (
+            replace(LIMITS, head_bytes=40),
+            b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"x" * 35 + b"\r\n\r\n",
+            False,
+        ),
+        (replace(LIMITS, head_bytes=40), b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"x" * 35, False),
     ],
 )
 async def test_head_beyond_a_limit_closes_the_connection_without_an_answer(
@@ -199,10 +207,10 @@ async def test_head_beyond_a_limit_closes_the_connection_without_an_answer(
 
 REQUESTS = (
     b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\n"
-    b"POST /2 HTTP/1.1\r\ncontent-length: 5\r\n\r\nhello"
+    b"POST /2 HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nhello"
     b"\r\n\r\n"
-    b"POST /3 HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\nt: 1\r\n\r\n"
-    b"POST /4 HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\ncontent-length: 5\r\n\r\nGET /"
+    b"POST /3 HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\nt: 1\r\n\r\n"
+    b"POST /4 HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: x\r\ncontent-length: 5\r\n\r\nGET /"
     b"GET /5?a=b HTTP/1.1\r\nhost: x\r\n\r\n"
 )
 
@@ -249,7 +257,7 @@ async def test_damaged_requests_are_answered_or_closed() -> None:
 @pytest.mark.parametrize("chunks", [3, 4])
 async def test_number_of_chunks_is_bounded(chunks: int) -> None:
     client = MemoryClient(echo, replace(LIMITS, chunks=4))  # the last chunk, of size 0, is counted
-    head = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     client.send(head + b"1\r\nx\r\n" * chunks + b"0\r\n\r\n")
     assert bodies(await client.settle()) == ([b"/ xxx"] if chunks == 3 else [])
     assert client.transport.closed is (chunks == 4)
@@ -264,7 +272,7 @@ async def test_body_is_not_read_before_the_handler_reads_it() -> None:
 
     client = MemoryClient(handler)
     half = b"x" * (UNREAD_BODY_BYTES + 1)
-    client.send(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (2 * len(half)))
+    client.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (2 * len(half)))
     client.send(half)
     await client.settle()
     assert not client.transport.reading
@@ -343,7 +351,7 @@ def test_pipelined_requests_are_all_answered() -> None:
 
 async def test_requests_after_a_closing_one_are_not_answered() -> None:
     client = MemoryClient(echo)
-    client.send(b"GET /1 HTTP/1.1\r\nconnection: close\r\n\r\n" + LIVE)
+    client.send(b"GET /1 HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" + LIVE)
     assert bodies(await client.settle()) == [b"/1 "]
     assert client.transport.closed
 
@@ -502,7 +510,7 @@ async def test_upgrade_is_ignored_and_its_body_belongs_to_the_request(
         framing = b"content-length: %d" % len(SMUGGLED)
         body = SMUGGLED
     request = b"POST /first HTTP/1.1\r\nhost: x\r\n" + upgrade + framing + b"\r\n\r\n" + body
-    data = request + b"GET /second HTTP/1.1\r\n\r\n"
+    data = request + b"GET /second HTTP/1.1\r\nhost: x\r\n\r\n"
     for begin in range(0, len(data), size):
         client.send(data[begin : begin + size])
     assert bodies(await client.settle()) == [b"/first " + SMUGGLED, b"/second "]
@@ -511,7 +519,7 @@ async def test_upgrade_is_ignored_and_its_body_belongs_to_the_request(
 
 async def test_many_upgrades_in_one_packet_are_all_answered() -> None:
     client = MemoryClient(echo)
-    client.send(b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" * 3000)
+    client.send(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" * 3000)
     while client.members.tasks:
         await client.settle()
     assert client.transport.data.count(b"HTTP/1.1 200 OK") == 3000
@@ -539,22 +547,22 @@ def test_upgrade_over_a_socket_is_answered_once() -> None:
 @pytest.mark.parametrize(
     "request_bytes",
     {
-        "two lengths": b"POST / HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello!",
-        "same length twice": b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 1\r\n\r\nx",
-        "list of lengths": b"POST / HTTP/1.1\r\ncontent-length: 5, 5\r\n\r\nhello",
-        "signed length": b"POST / HTTP/1.1\r\ncontent-length: +5\r\n\r\nhello",
-        "huge length": b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\nhello" % 10**30,
+        "two lengths": b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello!",
+        "same length twice": b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 1\r\n\r\nx",
+        "list of lengths": b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5, 5\r\n\r\nhello",
+        "signed length": b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: +5\r\n\r\nhello",
+        "huge length": b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\nhello" % 10**30,
         "length and chunks": (
-            b"POST / HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+            b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
         ),
         "chunks and length": (
-            b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n"
+            b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n"
         ),
-        "unknown coding": b"POST / HTTP/1.1\r\ntransfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
+        "unknown coding": b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
         "coding after chunked": (
-            b"POST / HTTP/1.1\r\ntransfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n"
+            b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n"
         ),
-        "folded header": b"GET / HTTP/1.1\r\na: b\r\n c\r\n\r\n",
+        "folded header": b"GET / HTTP/1.1\r\nhost: x\r\na: b\r\n c\r\n\r\n",
         "bare line feeds": b"GET / HTTP/1.1\nhost: x\n\n",
         "bare carriage returns": b"GET / HTTP/1.1\rhost: x\r\r",
         "space before colon": b"GET / HTTP/1.1\r\nhost : x\r\n\r\n",
@@ -575,7 +583,9 @@ async def test_ambiguous_request_closes_the_connection(request_bytes: tuple[str,
 @pytest.mark.parametrize("size", [b"f" * 17, b"1" + b"0" * 16, b"-1", b"0x5", b"5 5"])
 async def test_invalid_chunk_size_closes_the_connection(size: bytes) -> None:
     client = MemoryClient(echo)
-    client.send(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + size + b"\r\nhello")
+    client.send(
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + size + b"\r\nhello"
+    )
     assert await client.settle() == b""
     assert client.transport.closed
 
@@ -588,7 +598,9 @@ def test_ambiguous_request_over_a_socket_gets_no_answer() -> None:
 
 async def test_chunk_of_the_largest_size_is_not_allocated() -> None:
     client = MemoryClient(echo)
-    client.send(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + b"f" * 16 + b"\r\nhi")
+    client.send(
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + b"f" * 16 + b"\r\nhi"
+    )
     assert await client.settle() == b""
     assert not client.transport.closed
     client.clock.advance(LIMITS.arrival_seconds)
@@ -597,7 +609,7 @@ async def test_chunk_of_the_largest_size_is_not_allocated() -> None:
 
 # -- Expect: 100-continue
 
-EXPECTING = b"POST / HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n"
+EXPECTING = b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n"
 
 
 def with_body(limit: int) -> Callable[[Exchange], Awaitable[None]]:

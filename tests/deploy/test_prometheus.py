@@ -10,13 +10,19 @@ import json
 import os
 import shutil
 import subprocess
+import threading
+from contextlib import contextmanager
 
 import httpx
 import pytest
 import yaml
 from free_ports import free_ports
 from manifests import DEPLOY, ROOT, manifest
+from real_server import RealServer, limit_cache
+from tiny_hf_folder import save_model
 from tiny_server import MODEL, TinyServer, make_repository, wait_for
+
+from slipstream.cli.commands import run_command
 
 pytestmark = [
     pytest.mark.cluster,
@@ -104,35 +110,44 @@ def test_the_rules_record_what_they_say(rules, tmp_path):
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-@pytest.fixture
-def prometheus(rules, tmp_path):
-    """Return a server, and the address of a Prometheus that scrapes it with the settings of compose."""
-    server = TinyServer(make_repository(tmp_path), tmp_path / "tmp").wait_started()
+@contextmanager
+def scraping(metrics, rules, folder):
+    """Run Prometheus with the settings of compose for a server's metrics port. Yields its address."""
     settings = yaml.safe_load(SETTINGS.read_text())
     settings["global"] |= {"scrape_interval": "1s", "evaluation_interval": "1s"}
     settings["rule_files"] = [str(rules)]
     settings["scrape_configs"][0]["static_configs"] = [
         {
-            "targets": [f"127.0.0.1:{server.ports['Metrics Service']}"],
+            "targets": [metrics],
             "labels": {"namespace": "n", "pod": "a"},  # as a PodMonitor adds them
         }
     ]
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(settings))
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
     address = f"127.0.0.1:{free_ports(1)[0]}"
     process = subprocess.Popen(
         [
             "prometheus",
-            f"--config.file={tmp_path / 'prometheus.yml'}",
-            f"--storage.tsdb.path={tmp_path / 'data'}",
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
             f"--web.listen-address={address}",
         ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=os.environ,
     )
-    yield server, f"http://{address}"
-    process.kill()
-    process.wait()
+    try:
+        yield f"http://{address}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def prometheus(rules, tmp_path):
+    """Return a server, and the address of a Prometheus that scrapes it."""
+    server = TinyServer(make_repository(tmp_path), tmp_path / "tmp").wait_started()
+    with scraping(f"127.0.0.1:{server.ports['Metrics Service']}", rules, tmp_path) as address:
+        yield server, address
     server.close()
 
 
@@ -148,13 +163,20 @@ def query(address, expression):
     return [float(one["value"][1]) for one in found.json()["data"]["result"]]
 
 
-def dashboard_expressions():
-    """Return the queries of the dashboard with a value for each of its variables."""
+def dashboard_expressions(model=".*", engine=".*", interval="1m"):
+    """Yield the queries of the dashboard with a value for each of its variables."""
     document = json.loads(DASHBOARD.read_text("utf-8"))
     for panel in document["panels"]:
         for target in panel.get("targets", []):
-            text = target["expr"].replace("$__rate_interval", "1m")
-            yield text.replace("$model", ".*").replace("$engine", ".*")
+            text = target["expr"].replace("$__rate_interval", interval)
+            yield text.replace("$model", model).replace("$engine", engine)
+
+
+def label_values(address, series, label):
+    """Return what Grafana offers for `label_values(series, label)`."""
+    params = {"match[]": series}
+    found = httpx.get(f"{address}/api/v1/label/{label}/values", params=params)
+    return found.json()["data"] if found.status_code == 200 else []  # it starts
 
 
 def test_prometheus_records_the_rules_and_answers_the_dashboard(prometheus):
@@ -175,3 +197,64 @@ def test_prometheus_records_the_rules_and_answers_the_dashboard(prometheus):
     assert len(expressions) > 30
     for expression in expressions:
         query(address, expression)  # Prometheus refuses an expression that is wrong
+
+
+@pytest.fixture
+def two_models(tmp_path):
+    """A server with two imported models, each with an engine of its own."""
+    repository = tmp_path / "repository"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+        for name, size in (("first", 16), ("second", 32)):
+            save_model(tmp_path / name, hidden_size=size)
+            words = ["-m", name, "-s", str(tmp_path / name), "--repo", str(repository)]
+            assert run_command("import", [*words, "--dtype", "float32"]) == 0
+    limit_cache(repository)
+    server = RealServer(repository, tmp_path)
+    yield server.wait(120)
+    server.close()
+
+
+def test_every_choice_of_the_filters_has_data(two_models, rules, tmp_path):
+    """Each query but those of GPUs returns data for All, and for each model that has requests."""
+    ended = threading.Event()
+
+    def load(model):
+        url = f"http://{two_models.http}/v2/models/{model}/generate"
+        while not ended.wait(0.05):
+            body = {"text_input": "Once upon a time", "max_tokens": 6}
+            httpx.post(url, json=body, timeout=60).raise_for_status()
+
+    models = ("first", "second")
+    threads = [threading.Thread(target=load, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    try:
+        with scraping(
+            two_models.metrics.replace("localhost", "127.0.0.1"), rules, tmp_path
+        ) as address:
+            wait_for(lambda: missing(address, "first") == [], 90)
+            found = {model: missing(address, model) for model in models}
+            assert found == {model: [] for model in models}
+            every = ".*"
+            assert missing(address, every) == []
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def missing(address, model):
+    """Return the queries without data if this model is chosen, as Grafana fills in the variables."""
+    try:
+        engines = label_values(address, f'slipstream_model_info{{model=~"{model}"}}', "engine")
+    except httpx.TransportError:
+        return ["Prometheus does not answer yet"]
+    if not engines:
+        return ["no engine of the model"]
+    expressions = dashboard_expressions(model, "|".join(engines), "20s")
+    return [
+        expression
+        for expression in expressions
+        if "nv_gpu_" not in expression and not query(address, expression)
+    ]

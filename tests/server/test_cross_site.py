@@ -7,10 +7,13 @@ from collections.abc import Iterator
 import pytest
 from http_support import Answer, Connection, RunningServer, request_bytes
 
+from slipstream.server.http.server_info import serve_metrics
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.kserve.sites import Sites, read_origin
+from slipstream.server.metrics.server_metrics import ServerMetrics
+from slipstream.server.options import Port, ServerOptions
 from slipstream.server.services import create_app, create_context
 
 LOGGING = "/v2/logging"
@@ -162,13 +165,14 @@ def test_what_is_not_an_origin_is_refused(text: str) -> None:
     ("hosts", "version", "status"),
     [
         (["localhost"], "HTTP/1.1", 200),
+        (["localhost"], "HTTP/1.0", 200),
         ([], "HTTP/1.0", 200),
-        ([], "HTTP/1.1", 200),
+        ([], "HTTP/1.1", 400),
         (["localhost", "localhost"], "HTTP/1.1", 400),
         (["localhost", "evil.example"], "HTTP/1.0", 400),
     ],
 )
-def test_a_request_has_at_most_one_host(
+def test_a_request_has_one_host_or_is_of_http_1_0_without(
     port: int, hosts: list[str], version: str, status: int
 ) -> None:
     lines = [["Host", host] for host in hosts]
@@ -180,5 +184,38 @@ def test_a_request_has_at_most_one_host(
         assert answer is not None
         assert answer.status == status
         if status == 400:
-            assert answer.body == b'{"error":"the request has more than one Host header"}'
+            problem = "more than one Host header" if hosts else "no Host header"
+            assert answer.body.decode() == f'{{"error":"the request has {problem}"}}'
             assert connection.is_closed(20)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Sec_Fetch_Site": "none"}, 200),  # typed by the user
+        ({"Origin": APP, "Sec_Fetch_Site": "cross-site"}, 200),
+        ({"Origin": EVIL}, 403),
+        ({"Sec_Fetch_Site": "cross-site"}, 403),  # an image of a page
+        ({"Sec_Fetch_Site": "same-site"}, 403),
+    ],
+)
+def test_a_page_of_another_origin_cannot_make_the_engines_work_with_a_get(
+    port: int, headers: dict[str, str], status: int
+) -> None:
+    assert ask(port, "GET", "/health_generate", **headers).status == status
+    assert ask(port, "GET", "/health", **headers).status == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("localhost", 200), ("127.0.0.1:8002", 200), ("evil.example", 403)]
+)
+@pytest.mark.parametrize("path", ["/metrics", "/v2/health/ready", "/"])
+def test_a_foreign_name_is_refused_on_the_metrics_port(host: str, status: int, path: str) -> None:
+    options = ServerOptions((), http=Port(8000, address="0.0.0.0"), metrics=Port(8002))
+    app = serve_metrics(ServerMetrics(), ServerState([]), options.metrics_sites)
+    with RunningServer(app) as server:
+        answer = ask(server.port, "GET", path, host=host)
+    assert answer.status == status
+    if status == 403:
+        assert b"This server is not called 'evil.example'" in answer.body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,12 @@ from tiny_server import MODEL, TinyServer, make_repository
 
 from slipstream.cli.arguments import CommandError
 from slipstream.cli.keys import read_certificate
-from slipstream.server.http.tls import create_tls_context
+from slipstream.server.http.tls import check_certificate
 from slipstream.server.kserve.certificates import CertificateFiles
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
+from slipstream.server.lifecycle import SIGNALS, StartFailed, run_server
+from slipstream.server.options import ServerOptions
 from slipstream.server.services import create_app
 
 pytestmark = NEEDS_OPENSSL
@@ -73,16 +76,49 @@ def test_a_renewed_certificate_is_used_for_new_connections(
         assert kept.get(url).status_code == 200
 
 
-def test_files_that_are_no_certificate_are_refused(tmp_path: Path) -> None:
-    certificate, _ = make_certificate(tmp_path, "one")
+def test_files_that_are_no_certificate_are_refused_by_name(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path, "one")
     _, other_key = make_certificate(tmp_path, "two")
-    for files in (CertificateFiles(certificate, other_key), CertificateFiles(other_key, other_key)):
-        with pytest.raises(OSError, match=r"\.(crt|key) with the key .*two\.key"):
-            create_tls_context(files)
+    missing = tmp_path / "missing"
+    refused = {
+        CertificateFiles(certificate, other_key): r"two\.key is not the private key of .*one\.crt$",
+        CertificateFiles(other_key, other_key): r"two\.key is no certificate in PEM form: \w+$",
+        CertificateFiles(certificate, certificate): r"one\.crt has no private key in PEM form",
+        CertificateFiles(certificate, missing): r"missing cannot be read: No such file",
+        CertificateFiles(certificate, key, key): r"one\.key is no certificate in PEM form: \w+$",
+    }
+    for files, problem in refused.items():
+        with pytest.raises(OSError, match=problem):
+            check_certificate(files)
+    check_certificate(CertificateFiles(certificate, key, certificate))
+
+
+def test_options_without_their_files_are_refused(tmp_path: Path) -> None:
+    _, other_key = make_certificate(tmp_path, "two")
     with pytest.raises(CommandError, match=r"--ssl-certfile: .*missing cannot be read: No such"):
         read_certificate(tmp_path / "missing", None)
     with pytest.raises(CommandError, match="needs --ssl-certfile"):
         read_certificate(None, other_key)
+
+
+@pytest.mark.parametrize("option", ["http_certificate", "grpc_settings"])
+def test_a_start_checks_the_certificate_before_it_reads_the_repository(
+    tmp_path: Path, option: str
+) -> None:
+    certificate, _ = make_certificate(tmp_path, "one")
+    _, key = make_certificate(tmp_path, "two")
+    values = {
+        "http_certificate": CertificateFiles(certificate, key),
+        "grpc_settings": {"server_certificate": certificate, "server_key": key},
+    }
+    options = ServerOptions((tmp_path / "no repository",), **{option: values[option]})
+    before = [signal.getsignal(number) for number in SIGNALS]
+    try:
+        with pytest.raises(StartFailed, match=r"TLS: .*two\.key is not the private key of"):
+            run_server(options)
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_the_server_of_a_command_serves_both_protocols_over_tls(tmp_path: Path) -> None:

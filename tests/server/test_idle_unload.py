@@ -31,7 +31,10 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
 
     async def start() -> EngineClient:
         engine = EngineClient(
-            tmp_path / "fine", supervision=Supervision(idle_seconds=0.3), command=COMMAND
+            tmp_path / "fine",
+            supervision=Supervision(idle_seconds=0.3),
+            command=COMMAND,
+            name="gpt2",
         )
         engines.append(engine)
         async with asyncio.timeout(30):
@@ -63,6 +66,14 @@ async def unloaded(engine: EngineClient) -> int:
     assert process is not None
     await until(lambda: engine.process_id is None and not is_running(process))
     return process
+
+
+async def test_the_log_names_the_engine_that_is_unloaded(
+    launch: Launch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    await unloaded(await launch())
+    assert "gpt2: the engine is unloaded: it was idle" in caplog.messages
 
 
 async def test_an_idle_engine_ends_and_the_next_requests_wait_for_another(launch: Launch) -> None:

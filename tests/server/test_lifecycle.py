@@ -283,13 +283,14 @@ def test_an_engine_that_cannot_start_is_reported_in_the_last_line(serve):
     assert server.remaining_files() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_engine_loads_ends_the_server_cleanly(serve, number):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_while_the_engine_loads_ends_the_server_with_a_line(serve, number, code):
     server = serve(engine="slow")
     wait_for(lambda: server.engine_process())
     engine = server.engine_process()
     server.process.send_signal(number)
-    assert server.wait_exit() == 0
+    assert server.wait_exit() == code
+    assert server.lines[-1].endswith(f"{number.name} before the server was ready: it ends")
     assert not is_running(engine)
     assert server.remaining_files() == []
 

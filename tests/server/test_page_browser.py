@@ -52,9 +52,19 @@ TEXTS = {
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with running_browser(tmp_path_factory.mktemp("browser")) as found:
+def browser_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("browser")
+
+
+@pytest.fixture(scope="module")
+def browser(browser_folder: Path) -> Iterator[Browser]:
+    with running_browser(browser_folder) as found:
         yield found
+
+
+@pytest.fixture
+def downloads(browser_folder: Path) -> Path:
+    return browser_folder / "downloads"
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +241,64 @@ def test_conversations_are_kept_found_renamed_exported_and_imported(
     file.write_text("[]")
     browser.all("#import-file")[0].send_keys(str(file))
     browser.wait(lambda: "no conversations" in browser.one("#problem").text, "the problem")
+
+
+def test_copy_puts_an_answer_into_the_clipboard(browser: Browser, server: PageServer) -> None:
+    browser.driver.execute_cdp_cmd(
+        "Browser.grantPermissions",
+        {"origin": server.url.rstrip("/"), "permissions": ["clipboardReadWrite"]},
+    )
+    open_page(browser, server.url)
+    ask(browser, server, "Show me Markdown")
+    browser.button("Copy", ".message.assistant").click()
+    copied = browser.driver.execute_async_script(
+        "const done = arguments[0]; navigator.clipboard.readText().then(done, error => done(String(error)))"
+    )
+    assert copied == MARKDOWN
+
+
+def test_export_downloads_a_file_that_import_reads(
+    browser: Browser, server: PageServer, downloads: Path
+) -> None:
+    open_page(browser, server.url)
+    ask(browser, server, "Think")
+    before = set(downloads.glob("*"))
+    browser.button("Export all").click()
+    browser.wait(lambda: set(downloads.glob("*.json")) - before, "the file")
+    (file,) = set(downloads.glob("*.json")) - before
+    document = json.loads(file.read_text("utf-8"))
+    assert document["format"] == "slipstream-conversations"
+    (conversation,) = document["conversations"]
+    assert "The answer is 4." in json.dumps(conversation)
+    browser.one("#delete-all").click()
+    browser.one("#ask-yes").click()
+    browser.wait(lambda: browser.texts("#conversations") == ["No conversation yet."], "no more")
+    browser.all("#import-file")[0].send_keys(str(file))
+    browser.wait(lambda: browser.texts("#conversations .open") == ["Think"], "the conversation")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_routes_show_their_fields(browser: Browser, real: str, dark: bool) -> None:
+    browser.open(f"{real}docs", dark=dark)
+    browser.wait(lambda: len(browser.all("main > details")) > 20, "the routes")
+    routes = {
+        one.find_element("tag name", "summary").text: one for one in browser.all("main > details")
+    }
+    chat = next(one for name, one in routes.items() if "/v1/chat/completions" in name)
+    chat.find_element("tag name", "summary").click()
+    fields = browser.run(
+        "return [...arguments[0].querySelectorAll('details:first-of-type tbody tr')]"
+        ".map(row => [...row.children].map(cell => cell.textContent))",
+        chat,
+    )
+    rows = {name: rest for name, *rest in fields}
+    assert rows["messages"][:2] == ["array of object", "required"]
+    assert rows["max_tokens"][:2] == ["integer", ""]
+    assert rows["stream_options.include_usage"][0] == "boolean"
+    assert browser.overflow() <= 0
+    background = browser.run("return getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(18, 18, 18)" if dark else "rgba(0, 0, 0, 0)")
+    assert browser.accessibility_problems() == []
 
 
 def test_settings_and_presets_are_kept(browser: Browser, server: PageServer) -> None:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.cli import main
+from slipstream.cli.program import run
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def run_cli(arguments: Sequence[object], program: str = "slipstream") -> Command
     stderr = _Tee(both)
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         try:
-            code = main.run([str(word) for word in arguments], program)
+            code = run([str(word) for word in arguments], program)
         except SystemExit as end:
             code = int(end.code or 0)
     return CommandResult(code, stdout.getvalue(), stderr.getvalue(), both.getvalue())

@@ -269,5 +269,13 @@ def test_source_prefixes_and_unknown_sources(save_model: SaveModel, tmp_path: Pa
         open_source("llama-9")
     shutil.rmtree(folder)
     folder.mkdir()
-    with pytest.raises(SourceError, match=r"config\.json: cannot be read"):
+    with pytest.raises(SourceError, match=r"config\.json is missing"):
         open_source(str(folder))
+
+
+def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"config\.json is missing\. A model folder holds"):
+        open_source(str(tmp_path))
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(SourceError, match=rf"give {tmp_path}/model\.gguf"):
+        open_source(str(tmp_path))

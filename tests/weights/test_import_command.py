@@ -158,7 +158,7 @@ def test_an_interrupted_import_leaves_nothing_half_written(
 
     monkeypatch.setattr(place, interrupt)
     result = run("import", "-m", "tiny", "-s", folder)
-    assert result.exit_code == 1
+    assert result.exit_code == 130
     assert result.stderr == "triton - ERROR - interrupted; nothing was left behind\n"
     assert list((tmp_path / "models").glob("*")) == []
     engines = tmp_path / "home" / "engines"

@@ -41,6 +41,11 @@ def create_parser() -> Parser:
             f"--{name}_port", default=port, metavar="PORT", help=f"Port for {service}."
         )
     parser.add_argument(
+        "--address",
+        default="127.0.0.1",
+        help="IP address to listen on; 0.0.0.0: reachable from other machines.",
+    )
+    parser.add_argument(
         "--tritonserver",
         metavar="PROGRAM",
         help="Server program to run (default: the tritonserver of slipstream).",
@@ -131,6 +136,8 @@ def server_command(given: Namespace) -> list[str]:
         f"--grpc-port={given.grpc_port}",
         f"--http-port={given.http_port}",
         f"--metrics-port={given.metrics_port}",
+        f"--http-address={given.address}",  # metrics follow it
+        f"--grpc-address={given.address}",
         "--disable-auto-complete-config",
         "--backend-config=python,shm-region-prefix-name=prefix0_",
     ]

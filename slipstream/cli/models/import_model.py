@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slipstream.cli.arguments import CommandError, Parser, UsageError, add_verbose
 from slipstream.cli.engine_flags import WEIGHT_ONLY, add_weight_only
+from slipstream.cli.interrupts import INTERRUPTED, end_with_the_command
 from slipstream.cli.log import log, program
 from slipstream.cli.models.list_models import log_repository
 from slipstream.cli.models.repository_option import add_repository, repository_folder
@@ -37,6 +38,7 @@ from slipstream.weights.sources.source import SourceError
 
 BACKEND = "tensorrtllm"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_UNFIT_FOR_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def create_parser() -> Parser:
@@ -49,7 +51,8 @@ def create_parser() -> Parser:
         "-m",
         "--model",
         required=True,
-        help=f"Name of a known model ({', '.join(KNOWN_MODELS)}), or a new name with --source.",
+        help=f"Name of a known model ({', '.join(KNOWN_MODELS)}), a folder, a GGUF file or "
+        "ORG/NAME on the hub, after which the model is named; or a new name with --source.",
     )
     parser.add_argument(
         "-s",
@@ -108,8 +111,6 @@ def run(given: Namespace) -> int:
         )
     except RepositoryExists as error:
         raise CommandError(str(error)) from error
-    except KeyboardInterrupt:
-        raise CommandError("interrupted; nothing was left behind") from None
     log("INFO", f"Serve it with: {program()} start{_repository_option(repository)}")
     return 0
 
@@ -210,11 +211,23 @@ def _repository_option(repository: Path) -> str:
 
 
 def _source_and_name(model: str, source: str | None) -> tuple[str, str]:
-    """Return the source and the name of a model. For a hub id, the name is its last part."""
-    if source is None and "/" in model and not model.startswith((".", "/", "~")):
+    """Return the source and the name of a model. The name of a hub id is its last part, that of a
+    path the name of the folder or of the GGUF file.
+    """
+    if source is None and _is_path(model):
         source = model
-        model = model.rpartition("/")[2]
-    if not _NAME.fullmatch(model) or model in FIXED_NAMES or model == "all":
+        path = expand_home(model.removeprefix("local:")).resolve()
+        model = _fit_name(path.stem if path.is_file() else path.name)
+    elif source is None and ("/" in model or model.startswith(("hf:", "ngc:"))):
+        source = model
+        model = _fit_name(model.rpartition("/")[2])
+    if model in (*FIXED_NAMES, "all"):
+        raise SourceError(
+            f"{model!r} cannot be a model's name: it is reserved "
+            f"({', '.join(FIXED_NAMES)} are the models that serve the first imported one); choose "
+            "another name with -m, and give the model with --source"
+        )
+    if not _NAME.fullmatch(model):
         raise SourceError(
             f"{model!r} cannot be a model's name: use letters, digits, '.', '_' and '-'"
         )
@@ -226,16 +239,31 @@ def _source_and_name(model: str, source: str | None) -> tuple[str, str]:
     return source or model, model
 
 
+def _is_path(text: str) -> bool:
+    """Return whether the text of -m is a folder or a file. A known name is none."""
+    if text.startswith(("local:", ".", "/", "~")):
+        return True
+    if text in KNOWN_MODELS or not ("/" in text or text.endswith(".gguf")):
+        return False
+    return expand_home(text).exists()
+
+
+def _fit_name(text: str) -> str:
+    """Return a name like this one that a model can have."""
+    name = _UNFIT_FOR_A_NAME.sub("-", text).lstrip(".-") or "model"
+    return f"{name}-model" if name in (*FIXED_NAMES, "all") else name
+
+
 def main(model: str, repository: str) -> int:
     """Import a model for `slipstream start`, which serves it next. Returns the exit code."""
+    end_with_the_command()
     try:
         import_model(model, None, Path(repository))
     except (CommandError, ValueError, OSError) as error:
         log("ERROR", str(error))
         return 1
     except KeyboardInterrupt:
-        log("ERROR", "interrupted; nothing was left behind")
-        return 1
+        return INTERRUPTED  # the command says so
     return 0
 
 

@@ -6,7 +6,11 @@ from argparse import Namespace
 
 from slipstream.cli.arguments import Parser, add_verbose
 from slipstream.cli.log import log
-from slipstream.cli.models.downloads import remove_unused_downloads
+from slipstream.cli.models.downloads import (
+    built_sources,
+    remove_unused_downloads,
+    unused_downloads,
+)
 from slipstream.cli.progress import size_text
 from slipstream.repository.collection import is_needed
 from slipstream.weights.cache.engines import list_engines, remove_engine, remove_remains
@@ -30,16 +34,22 @@ def create_parser() -> Parser:
 
 
 def run(given: Namespace) -> int:
-    freed = 0
-    for engine in list_engines():
-        if is_needed(engine):
-            continue
-        verb = "Would remove" if given.dry_run else "Removing"
-        log("INFO", f"{verb} {engine.path} ({size_text(engine.bytes)})")
-        freed += engine.bytes if given.dry_run else remove_engine(engine.path)
+    unneeded = [engine for engine in list_engines() if not is_needed(engine)]
     if given.dry_run:
-        log("INFO", f"Would free {size_text(freed)}")
+        left = built_sources(without=[engine.path for engine in unneeded])
+        found = [(engine.path, engine.bytes) for engine in unneeded]
+        found += unused_downloads(left)
+        for path, size in found:
+            log("INFO", f"Would remove {path} ({size_text(size)})")
+        log("INFO", f"Would free {size_text(sum(size for _, size in found))}")
         return 0
-    freed += remove_remains() + remove_unused_downloads()
+    freed = 0
+    for engine in unneeded:
+        log("INFO", f"Removing {engine.path} ({size_text(engine.bytes)})")
+        freed += remove_engine(engine.path)
+    freed += remove_remains()
+    for download in remove_unused_downloads():
+        log("INFO", f"Removed {download.folder} ({size_text(download.bytes)})")
+        freed += download.bytes
     log("INFO", f"Freed {size_text(freed)}")
     return 0

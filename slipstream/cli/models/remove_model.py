@@ -45,7 +45,7 @@ def run(given: Namespace) -> int:
         engines = _remove_models(repository, name)
         for engine in dict.fromkeys(engines):
             freed += _free_engine(engine)
-    freed += remove_unused_downloads()
+    freed += sum(download.bytes for download in remove_unused_downloads())
     log("INFO", f"Freed {size_text(freed)}")
     if repository.is_dir() and program() == "triton":
         log_repository(repository)

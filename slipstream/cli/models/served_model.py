@@ -11,12 +11,12 @@ import hashlib
 import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.cli.arguments import CommandError
+from slipstream.cli.interrupts import INTERRUPTED, end_with_the_command, run_part
 from slipstream.cli.log import log
 from slipstream.cli.models.import_model import build_cached
 from slipstream.repository.collection import list_models, point_to_engine, remove_former_engines
@@ -129,7 +129,7 @@ def prepare_repository(text: str, weight_only: str | None = None) -> Path:
     command = [sys.executable, "-P", "-m", "slipstream.cli.models.served_model", text]
     if weight_only is not None:
         command.append(weight_only)
-    code = subprocess.call(command, env=child_environment())
+    code = run_part(command, child_environment())
     if code != 0:
         raise SystemExit(code)  # the process has reported the reason
     return model.repository
@@ -170,14 +170,14 @@ def _write_repository(model: ModelToServe, engine: Path) -> None:
 
 def main(text: str, weight_only: str | None = None) -> int:
     """Make the model that `text` names. Returns the exit code."""
+    end_with_the_command()
     try:
         make(find_model_to_serve(text, weight_only))
     except (ValueError, OSError) as error:  # weights/ reports bad input with ValueError
         log("ERROR", str(error))
         return 1
     except KeyboardInterrupt:
-        log("ERROR", "interrupted; nothing was left behind")
-        return 1
+        return INTERRUPTED  # the command says so
     return 0
 
 

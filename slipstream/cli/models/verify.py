@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,8 @@ class Reference(NamedTuple):
 
     folder: Path
     gguf_file: str | None = None
+    # a checkpoint that is quantised: the reference is the model that it stands for
+    quantised: HuggingFaceFolder | None = None
 
     @property
     def options(self) -> dict[str, str]:
@@ -71,6 +74,8 @@ def run(given: Namespace) -> int:
     transformers = _transformers()
     reference = transformers.AutoTokenizer.from_pretrained(str(against.folder), **against.options)
     sequences = [reference(text).input_ids for text in TEXTS]
+    if against.quantised is not None:
+        print(f"reference: the matrices that the {against.quantised.expanded} weights stand for")
     same_tokens = _compare_tokens(Tokenizer.load(config.path), sequences)
     if not same_tokens and against.gguf_file is not None:
         # transformers makes a tokenizer of its own from a GGUF file, without its rule for digits
@@ -99,7 +104,7 @@ def _engine_folder(path: Path) -> EngineConfig | None:
 def _reference(text: str) -> Reference:
     source = open_source(text)
     if isinstance(source, HuggingFaceFolder):
-        return Reference(source.folder)
+        return Reference(source.folder, quantised=source if source.expanded else None)
     if isinstance(source, GgufSource):
         return Reference(source.path.parent, source.path.name)
     raise CommandError(
@@ -149,6 +154,22 @@ def _compare_logits(
     return found.agreement >= _LEAST_AGREEMENT[config.quantisation.bits]
 
 
+def _load_reference(transformers: Any, against: Reference) -> Any:
+    """Return the original model in float32. transformers reads few quantised ones on a CPU, and
+    each with another library: their weights are expanded first.
+    """
+    import torch
+
+    with tempfile.TemporaryDirectory(prefix="slipstream-verify-") as expanded:
+        folder = against.folder
+        if against.quantised is not None:
+            against.quantised.write_expanded(Path(expanded))
+            folder = Path(expanded)
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, **against.options
+        ).eval()
+
+
 def _trace_reference(
     transformers: Any, against: Reference, sequences: list[list[int]]
 ) -> list[Any]:
@@ -156,9 +177,7 @@ def _trace_reference(
 
     from slipstream.weights.verify import Trace
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(against.folder), dtype=torch.float32, **against.options
-    ).eval()
+    model = _load_reference(transformers, against)
     seen: list[torch.Tensor] = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("input_layernorm", "ln_1"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slipstream.cli.models.repository_option import REPOSITORY_OPTIONS
 from slipstream.repository.known import DEFAULT_REPOSITORY
+from slipstream.weights.home import slipstream_home
 
 PROCESSES = Path("/proc")
 _LISTENING = "0A"  # state of a socket in /proc/net/tcp
@@ -30,6 +31,7 @@ class RunningServer:
     seconds: float  # since it started
     ports: tuple[int, ...]
     serves: str  # a model or a repository, as the command line names it
+    own: bool = True  # whether this user has started it, with this SLIPSTREAM_HOME
 
 
 def listening_sockets(processes: Path = PROCESSES) -> dict[str, int]:
@@ -55,7 +57,9 @@ def find_servers(processes: Path = PROCESSES) -> list[RunningServer]:
             if arguments is not None:
                 seconds = _age(folder)
                 ports = _ports(folder, sockets)
-                found.append(RunningServer(int(folder.name), seconds, ports, _serves(arguments)))
+                process = int(folder.name)
+                serves = _serves(arguments)
+                found.append(RunningServer(process, seconds, ports, serves, _is_own(folder)))
     return sorted(found, key=lambda server: -server.seconds)
 
 
@@ -77,6 +81,21 @@ def server_arguments(words: Sequence[str]) -> list[str] | None:
     if before is None:
         return rest
     return rest[before + 1 :] if rest[before : before + 1] in _COMMAND_WORDS else None
+
+
+def _is_own(folder: Path) -> bool:
+    if folder.stat().st_uid != os.getuid():
+        return False
+    try:
+        words = (folder / "environ").read_bytes().decode(errors="surrogateescape").split("\0")
+    except PermissionError:
+        return False
+    variables = dict(word.partition("=")[::2] for word in words)
+    home = variables.get("SLIPSTREAM_HOME")
+    if not home:
+        user_home = variables.get("HOME")
+        home = f"{user_home}/.cache/slipstream" if user_home else str(slipstream_home())
+    return os.path.realpath(os.path.expanduser(home)) == os.path.realpath(slipstream_home())
 
 
 def _age(folder: Path) -> float:

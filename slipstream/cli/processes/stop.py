@@ -26,7 +26,8 @@ def create_parser() -> Parser:
         "process",
         nargs="?",
         metavar="PROCESS",
-        help="Process of the server, as `slipstream ps` lists it, or all (default: the only one).",
+        help="Process of the server, as `slipstream ps` lists it, or all (default: the only one). "
+        "Servers of other users, or with another SLIPSTREAM_HOME, must be named.",
     )
     parser.add_argument(
         "-p", "--port", type=int, help="Port of the server, instead of its process."
@@ -71,15 +72,8 @@ def choose_servers(
     listed = "; ".join(map(_describe, servers)) or "none"
     if not servers:
         raise CommandError("no server runs on this machine")
-    if process == "all":
-        return list(servers)
-    if process is None and port is None:
-        if len(servers) == 1:
-            return list(servers)
-        raise CommandError(
-            f"{len(servers)} servers run: {listed}; name one, as in: "
-            f"slipstream stop {servers[0].process}"
-        )
+    if process == "all" or (process is None and port is None):
+        return _choose_own(servers, listed, every=process == "all")
     found = [
         server
         for server in servers
@@ -89,6 +83,19 @@ def choose_servers(
         wanted = f"process {process}" if process is not None else f"port {port}"
         raise CommandError(f"no server has {wanted}; there are: {listed}")
     return found
+
+
+def _choose_own(servers: Sequence[RunningServer], listed: str, every: bool) -> list[RunningServer]:
+    """Return the server of this user and SLIPSTREAM_HOME, if there is one; or every such server."""
+    own = [server for server in servers if server.own]
+    if own and (every or len(own) == 1):
+        return own
+    example = f"name one, as in: slipstream stop {(own or servers)[0].process}"
+    if own:
+        raise CommandError(f"{len(own)} servers run: {'; '.join(map(_describe, own))}; {example}")
+    raise CommandError(
+        f"no server of this user and SLIPSTREAM_HOME runs; others run: {listed}; {example}"
+    )
 
 
 def _describe(server: RunningServer) -> str:

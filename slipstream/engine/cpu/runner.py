@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slipstream.engine import pooling, sampler, scores
+from slipstream.engine.cpu.candidates import CandidateFinder
 from slipstream.engine.cpu.model import CpuModel
 from slipstream.engine.cpu.program import Buffers, Cache, ProgramWriter
 from slipstream.engine.cpu.step_parts import Segment, StepParts
@@ -51,6 +52,7 @@ class CpuRunner:
         self.host: HostCache | None = None  # host memory for evicted blocks
         self.adapters: AdapterPages | None = None  # None until the first adapter is loaded
         self._steps = Steps(model, code, threads, self.cache)
+        self._find_candidates = CandidateFinder(self._steps.team)
 
     def launch(self, plan: StepPlan) -> Handle:
         if self.host is not None:
@@ -89,9 +91,9 @@ class CpuRunner:
     ) -> Handle:
         count = len(selection.tokens)
         rows, lengths = sampling_places(plan, range(len(plan.rows)))
+        chosen = slice(None) if selection.samples is None else selection.samples
+        best = self._steps.likeliest(count)
         if not selection.prompts and rows and sampler.all_plain(rows, self.rows):
-            chosen = slice(None) if selection.samples is None else selection.samples
-            best = self._steps.likeliest(count)
             sampled = sampler.Sampled(best.tokens[chosen], best.logits[chosen], None, [])
             self.rows.tokens[rows, lengths] = sampled.tokens  # the next step reads them
             return Handle(sampled, self.rows, [], pooled)
@@ -101,7 +103,9 @@ class CpuRunner:
             logits = logits[selection.samples]
         if not rows:
             return Handle(None, self.rows, prompts, pooled)
-        sampled = sampler.sample(logits, rows, lengths, self.rows)
+        # numpy finds the rows that are not numbers
+        likeliest = best.tokens[chosen] if np.isfinite(best.logits).all() else None
+        sampled = sampler.sample(logits, rows, lengths, self.rows, self._find_candidates, likeliest)
         self.rows.tokens[rows, lengths] = sampled.tokens
         return Handle(sampled, self.rows, prompts, pooled)
 
@@ -219,7 +223,7 @@ class Steps:
         self._set(Context.SLOTS, blocks * block_tokens + position_of_token % block_tokens)
         self._set_embeddings(rows.prompts.find_embeddings(plan.rows, plan.positions, plan.counts))
         addresses = tables.ctypes.data + row_of_entry * tables.strides[0]
-        self._plan_attention(positions, counts, ends - counts, addresses)
+        self._plan_attention(positions, counts, ends - counts, addresses, position_of_token)
 
     def _set_embeddings(self, given: tuple[np.ndarray, np.ndarray] | None) -> None:
         self._context[Context.EMBEDDINGS] = 0
@@ -238,15 +242,18 @@ class Steps:
         counts: np.ndarray,
         starts: np.ndarray,
         tables: np.ndarray,
+        position_of_token: np.ndarray,
     ) -> None:
         """List the work of attention. starts: of each entry's tokens; tables: addresses."""
-        spec = self._model.spec
         group = self._model.queries_of_group
         tiled = np.zeros(len(counts), dtype=bool)
         # A tile computes scores in another order than a single token. In float32, and if asked for,
         # results must not depend on how a prompt was cut.
         if self._model.format is Format.BF16 and not self._model.options.deterministic:
             tiled = (counts >= _TILE_FROM_TOKENS) & (group <= TILE_LANES)
+        if not tiled.any():
+            self._list_singles(position_of_token, np.repeat(tables, counts))
+            return
         each = np.where(tiled, TILE_LANES // min(group, TILE_LANES), 1)
         pieces = -(-counts // each)
         entry = np.repeat(np.arange(len(counts)), pieces)
@@ -263,9 +270,20 @@ class Steps:
         self._context[Context.TILES] = len(tiles)
         self._context[Context.SINGLES] = len(singles)
         self._context[Context.SPLIT] = 0
-        few = len(singles) * spec.kv_heads < _UNITS_A_THREAD * self.team.size
-        if few and len(singles) and not len(tiles):
-            self._split(int(singles[:, 1].max()), len(singles))
+
+    def _list_singles(self, positions: np.ndarray, tables: np.ndarray) -> None:
+        """List tokens that are all computed one by one. positions, tables: of each token"""
+        count = len(positions)
+        singles = np.empty((count, 3), dtype=np.int64)
+        singles[:, 0] = np.arange(count)
+        singles[:, 1] = positions + 1
+        singles[:, 2] = tables
+        self._set(Context.SINGLE_LIST, singles)
+        self._context[Context.TILES] = 0
+        self._context[Context.SINGLES] = count
+        self._context[Context.SPLIT] = 0
+        if count * self._model.spec.kv_heads < _UNITS_A_THREAD * self.team.size:
+            self._split(int(positions.max()) + 1, count)
 
     def _split(self, longest: int, tokens: int) -> None:
         """Divide the positions of rows of one token among the threads."""

@@ -316,6 +316,37 @@ class Likeliest(Operation):
     logits: int  # float32 [rows, parts]: nan if one of the part is
 
 
+@dataclass(frozen=True)
+class Candidates(Operation):
+    """Find the tokens that a draw may take, among all of the vocabulary.
+
+    A row of `found` has two of float32, the largest scaled logit and the sum of
+    exp(scaled logit - largest), and an int32: the number of candidates, -1 if there are too many.
+    """
+
+    logits: int  # float32 [rows, vocabulary]
+    stride: int
+    vocabulary: int
+    draws: int  # of each row: see Draw
+    most: int  # candidates
+    tokens: int  # int32 [rows, most]
+    scaled: int  # float32 [rows, most]: logits divided by the temperature
+    found: int  # float32 [rows, 4]
+
+
+class Draw(IntEnum):
+    """Fields of a draw, 32 bits each. KEY, NARROWS and ROW are whole numbers, the others floats."""
+
+    TEMPERATURE = 0
+    KEY = 1  # of the noise
+    NARROWS = 2  # 1: candidates have COUNT tokens, or the share MASS of the probability
+    COUNT = 3
+    MASS = 4
+    BELOW = 5  # without NARROWS, candidates are at most this much below the largest
+    ROW = 6  # of the logits
+    SIZE = 8
+
+
 KINDS: tuple[type[Operation], ...] = (
     Embed,
     Norm,
@@ -327,6 +358,7 @@ KINDS: tuple[type[Operation], ...] = (
     Softcap,
     Likeliest,
     Refine,
+    Candidates,
 )
 
 

@@ -162,6 +162,11 @@ class WeightMap:
             return name
         return self.optional_prefix + name
 
+    def stored_name(self, name: str) -> str:
+        """Return the name of a weight without the end that `canonical` adds."""
+        bare = name.removesuffix(".weight")
+        return bare if self.bare_weights and bare.endswith(self.bare_weights) else name
+
     def knows(self, name: str) -> bool:
         """Return whether a source tensor is part of this family, whatever the model's options."""
         name = self.canonical(name)

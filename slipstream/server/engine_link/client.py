@@ -424,7 +424,7 @@ class EngineClient:
         child = self._child
         assert child is not None
         context = {"model": self._name}
-        logger.info("%s is unloaded: it was idle", self._title, extra=context)
+        logger.info("%s: %s is unloaded: it was idle", self._name, self._title, extra=context)
         self._child = None  # its exit is no failure
         self._unloading = True
         self._requests.sleep(self._load_again)

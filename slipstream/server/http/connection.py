@@ -39,7 +39,8 @@ def _last_response(status: bytes, problem: bytes) -> bytes:
 
 
 _TOO_SLOW_RESPONSE = _last_response(b"408 Request Timeout", b"the request did not arrive in time")
-_HOST_RESPONSE = _last_response(b"400 Bad Request", b"the request has more than one Host header")
+_TWO_HOSTS = "the request has more than one Host header"
+_NO_HOST = "the request has no Host header"
 
 
 @dataclass(frozen=True)
@@ -281,11 +282,12 @@ class HttpConnection(asyncio.Protocol):
         for name, _ in self._headers:
             if name == b"host":
                 hosts += 1
-        if hosts <= 1:
-            return  # Triton serves requests without one
+        if hosts == 1 or (hosts == 0 and self._parser.get_http_version() == "1.0"):
+            return
+        problem = _TWO_HOSTS if hosts else _NO_HOST
         if self._current is None:
-            self.write(_HOST_RESPONSE)
-        raise ValueError("the request has more than one Host header")
+            self.write(_last_response(b"400 Bad Request", problem.encode()))
+        raise ValueError(problem)
 
     def on_chunk_header(self) -> None:
         self._chunks += 1

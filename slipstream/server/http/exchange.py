@@ -410,17 +410,31 @@ def _check_page(sites: Sites, exchange: Exchange, origin: str, host: str, fetch_
             return True
     if exchange.method in _READING_METHODS:
         return False  # a browser does not show the response to pages of other origins
-    if not sites.accepts(origin, host, fetch_site):
-        text = (
-            f"Pages of the origin '{origin}' may not use this server. Allow it with --cors-origin"
-        )
-        raise Refused(403, text)
+    _check_origin(sites, origin, host, fetch_site)
     content_type = exchange.header(b"content-type").partition(b";")[0].strip().lower()
     if content_type in _FORM_TYPES:
         # a page may send these types to any server, without a preflight
         text = f"A browser must send application/json, not {content_type.decode('latin-1')}"
         raise Refused(415, text)
     return False
+
+
+def check_page_for_work(sites: Sites, exchange: Exchange) -> None:
+    """Raise Refused where a page of another origin asks for work with a method that only reads.
+
+    The page does not see the response, but the engines would work for it.
+    """
+    if exchange.method in _READING_METHODS:
+        names = (b"origin", b"host", b"sec-fetch-site")
+        origin, host, fetch_site = (exchange.header(name).decode("latin-1") for name in names)
+        if origin or fetch_site:
+            _check_origin(sites, origin, host, fetch_site)
+
+
+def _check_origin(sites: Sites, origin: str, host: str, fetch_site: str) -> None:
+    if not sites.accepts(origin, host, fetch_site):
+        page = f"Pages of the origin '{origin}'" if origin else "Pages of other origins"
+        raise Refused(403, f"{page} may not use this server. Allow it with --cors-origin")
 
 
 def _allow_origin(sites: Sites, exchange: Exchange) -> Headers:

@@ -21,6 +21,7 @@ from slipstream.server.http.exchange import (
     Exchange,
     Refused,
     check_access,
+    check_page_for_work,
     check_site,
 )
 from slipstream.server.http.generate import answer_once, answer_stream, read_request
@@ -223,6 +224,8 @@ class HttpRoutes:
             check_access(self._context.access, route.api, exchange)
         if route.methods and exchange.method not in route.methods:
             raise Refused(405, _NOT_ALLOWED, route.not_allowed_type)
+        if route.api == "inference":
+            check_page_for_work(self._context.sites, exchange)
         await route.handler(exchange, parameters)
 
     # -- the server and its models

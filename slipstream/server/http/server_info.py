@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from slipstream.server.http.exchange import TEXT, Exchange, Handler
+from slipstream.server.http.exchange import TEXT, Exchange, Handler, Refused, check_site
 from slipstream.server.http.pages import describe_get
 from slipstream.server.http.routes import GET, Parameters, Route, RouteGroup
 from slipstream.server.kserve.health import ServerState
+from slipstream.server.kserve.sites import Sites
+from slipstream.server.kserve.triton_json import write_error
 from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.version import VERSION
 
@@ -58,7 +60,7 @@ class ServerInfo:
         return paths
 
 
-def serve_metrics(metrics: ServerMetrics, state: ServerState) -> Handler:
+def serve_metrics(metrics: ServerMetrics, state: ServerState, sites: Sites = Sites()) -> Handler:
     """Return the handler of the metrics port. As in Triton, any other path is an empty 200.
 
     It has the two health probes of the HTTP port, which need no key here: the probes of an
@@ -66,6 +68,11 @@ def serve_metrics(metrics: ServerMetrics, state: ServerState) -> Handler:
     """
 
     async def answer(exchange: Exchange) -> None:
+        try:
+            check_site(sites, exchange)
+        except Refused as refusal:
+            await exchange.respond(refusal.status, write_error(refusal.message), TEXT)
+            return
         if exchange.method != "GET":
             await exchange.respond(405, b'{"error":"Method Not Allowed"}', TEXT)
             return

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 
 from slipstream.server.kserve.certificates import CertificateFiles, Reloaded
 
 HANDSHAKE_SECONDS = 15.0  # longest time that a client has to begin
 SHUTDOWN_SECONDS = 1.0  # longest wait for a client's end of TLS
+_MISMATCH = "KEY_VALUES_MISMATCH"  # OpenSSL's reason
 
 
 def create_tls_context(files: CertificateFiles) -> ssl.SSLContext:
@@ -29,15 +31,43 @@ def create_tls_context(files: CertificateFiles) -> ssl.SSLContext:
     return listening
 
 
+def check_certificate(files: CertificateFiles) -> None:
+    """Raise OSError with a text that names the file that is missing, or no certificate or key."""
+    _check_readable(files)
+    context = _read_context(files)
+    if files.root is not None:
+        _load_authorities(context, files.root)
+
+
+def _check_readable(files: CertificateFiles) -> None:
+    for file in filter(None, (files.certificate, files.key, files.root)):
+        try:
+            file.read_bytes()
+        except OSError as error:
+            raise OSError(f"{file} cannot be read: {error.strerror}") from error
+
+
 def _read_context(files: CertificateFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
     try:
         context.load_cert_chain(files.certificate, files.key, password=_no_password)
     except ssl.SSLError as error:
-        text = f"{files.certificate} with the key {files.key} is no certificate: {error.reason}"
+        # the error does not say which of the two files it is about
+        _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), files.certificate)
+        if error.reason == _MISMATCH:
+            text = f"{files.key} is not the private key of the certificate {files.certificate}"
+        else:
+            text = f"{files.key} has no private key in PEM form without a password: {error.reason}"
         raise OSError(text) from error
     return context
+
+
+def _load_authorities(context: ssl.SSLContext, file: Path) -> None:
+    try:
+        context.load_verify_locations(file)
+    except ssl.SSLError as error:
+        raise OSError(f"{file} is no certificate in PEM form: {error.reason}") from error
 
 
 def _no_password() -> str:

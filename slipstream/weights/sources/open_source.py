@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from slipstream.weights.checkpoint import CheckpointSource, is_checkpoint
 from slipstream.weights.home import expand_home
@@ -45,9 +46,10 @@ def open_source(text: str, progress: Progress = no_progress) -> Source:
     if path.is_file():
         return GgufSource(path, text)
     if path.is_dir():
-        return (
-            CheckpointSource(path, text) if is_checkpoint(path) else HuggingFaceFolder(path, text)
-        )
+        if is_checkpoint(path):
+            return CheckpointSource(path, text)
+        _check_model_folder(path)
+        return HuggingFaceFolder(path, text)
     if text.startswith("local:"):
         raise SourceError(f"{path}: no such folder or file")
     if text in KNOWN_MODELS:
@@ -56,4 +58,17 @@ def open_source(text: str, progress: Progress = no_progress) -> Source:
         return open_hub_model(text, f"hf:{text}", progress)
     raise SourceError(
         f"{text}: no such folder or file, and not a known model; known: {', '.join(KNOWN_MODELS)}"
+    )
+
+
+def _check_model_folder(folder: Path) -> None:
+    """Raise SourceError if a folder holds no Hugging Face model."""
+    if (folder / "config.json").exists():
+        return
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    if files:
+        raise SourceError(f"{folder}: has GGUF files, no config.json: give {folder / files[0]}")
+    raise SourceError(
+        f"{folder}: config.json is missing. A model folder holds config.json, the weights as "
+        "*.safetensors, and the tokenizer (tokenizer.json or tokenizer.model)"
     )

@@ -6,13 +6,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from slipstream.weights.parameters import Shape, TensorSlot
 from slipstream.weights.sources.mapped_tensors import MappedTensors
 from slipstream.weights.sources.quantised.bitsandbytes import read_table, table_shape
 from slipstream.weights.sources.quantised.integers import integer_layouts
+from slipstream.weights.sources.quantised.kept import (
+    integer_blocks,
+    integer_form,
+    scaled_blocks,
+    scaled_form,
+)
 from slipstream.weights.sources.quantised.layer import QuantisedLayer
 from slipstream.weights.sources.quantised.mxfp4 import experts_shape, read_experts
 from slipstream.weights.sources.quantised.scaled import read_scaled, scaled_shape
@@ -37,6 +47,9 @@ class _Quantised(NamedTuple):
     layer: QuantisedLayer
     slot: TensorSlot  # as which it is read
     read: Callable[[QuantisedLayer], Iterator[torch.Tensor]]
+    # the form that keeps its bits in an engine, and its rows in this form; None: it is expanded
+    form: Callable[[QuantisedLayer], str | None] = lambda layer: None
+    blocks: Callable[[QuantisedLayer, str], np.ndarray] | None = None
 
 
 class QuantisedTensors:
@@ -81,15 +94,40 @@ class QuantisedTensors:
         if found is None:
             yield from self._tensors.read_rows(name)
             return
-        try:
+        with self._naming(found.layer):
             yield from found.read(found.layer)
+
+    @contextmanager
+    def _naming(self, layer: QuantisedLayer) -> Iterator[None]:
+        """Name the layer in errors about tensors whose content does not fit together."""
+        try:
+            yield
+        except SourceError:
+            raise
         except (RuntimeError, IndexError, KeyError, ValueError) as error:
-            if isinstance(error, SourceError):
-                raise
             raise SourceError(
-                f"{self._label}: {found.layer.stem}: its {self.method} tensors do not fit together "
+                f"{self._label}: {layer.stem}: its {self.method} tensors do not fit together "
                 f"({str(error).splitlines()[0]}); download the model again"
             ) from error
+
+    @cached_property
+    def _forms(self) -> dict[str, str]:
+        return {
+            name: form
+            for name, found in self._found.items()
+            if (form := found.form(found.layer)) is not None
+        }
+
+    def forms(self) -> Mapping[str, str]:
+        """Return the form of each matrix whose bits an engine can keep."""
+        return self._forms
+
+    def read_stored(self, name: str) -> np.ndarray:
+        """Return all rows of such a matrix, in blocks: uint8 [rows, row bytes]."""
+        found = self._found[name]
+        assert found.blocks is not None, "it has a form"
+        with self._naming(found.layer):
+            return found.blocks(found.layer, self._forms[name])
 
     def _find(self) -> dict[str, _Quantised]:
         """Return the quantised matrices by the name of the matrix."""
@@ -100,7 +138,8 @@ class QuantisedTensors:
             if kind in self._integers:
                 quantised = self._find_integers(stem, kind)
             elif kind == "weight" and slot.dtype in _EIGHT_BITS:
-                quantised = self._found_as(stem, scaled_shape, _whole(read_scaled))
+                found_as = self._found_as(stem, scaled_shape, _whole(read_scaled))
+                quantised = found_as._replace(form=scaled_form, blocks=_scaled_blocks)
             elif kind == "weight" and slot.dtype == "U8":
                 quantised = self._found_as(stem, table_shape, _whole(read_table))
             elif kind.endswith(_EXPERTS) and slot.dtype == "U8":
@@ -118,7 +157,11 @@ class QuantisedTensors:
 
             yield torch.from_numpy(layout.read(layer).expand())
 
-        return self._found_as(stem, layout.shape, read)
+        found = self._found_as(stem, layout.shape, read)
+        return found._replace(
+            form=lambda layer: integer_form(layer, layout),
+            blocks=lambda layer, form: integer_blocks(layer, layout, form),
+        )
 
     def _found_as(
         self,
@@ -145,6 +188,11 @@ class QuantisedTensors:
             layer = found.layer
             kinds = ("",) if layer.separator == "." else ("blocks", "scales")
             yield from (f"{layer.stem}{layer.separator}{kind}" for kind in kinds)
+
+
+def _scaled_blocks(layer: QuantisedLayer, form: str) -> np.ndarray:
+    assert form == "Q8_0", "the only form of 8-bit numbers"
+    return scaled_blocks(layer)
 
 
 def _whole(

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from slipstream.kernels.cpu.code import attention, linear, prompt_attention, refine, rope, rows
+from slipstream.kernels.cpu.code import (
+    attention,
+    candidates,
+    linear,
+    prompt_attention,
+    refine,
+    rope,
+    rows,
+)
 from slipstream.kernels.cpu.compiler.function import Function, Module
 from slipstream.kernels.cpu.compiler.levels import Level
 from slipstream.kernels.cpu.compiler.values import I64, Value
@@ -10,6 +18,7 @@ from slipstream.kernels.cpu.operations import (
     KINDS,
     RECORD_FIELDS,
     Attention,
+    Candidates,
     Context,
     Copy,
     Embed,
@@ -51,6 +60,7 @@ def write_module(level: Level) -> str:
         Softcap: rows.softcap(module),
         Likeliest: rows.likeliest(module),
         Refine: refine.refine(module),
+        Candidates: candidates.candidates(module),
     }
     wait = _barrier(module)
     run = _run(module, [(number, code[kind]) for number, kind in enumerate(KINDS)], wait)

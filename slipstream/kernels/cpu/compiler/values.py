@@ -121,6 +121,9 @@ class Value:
     def __or__(self, other: Value | int) -> Value:
         return self._binary("or", "or", other)
 
+    def xor(self, other: Value | int) -> Value:
+        return self._binary("xor", "xor", other)
+
     def __lshift__(self, other: Value | int) -> Value:
         return self._binary("shl", "shl", other)
 

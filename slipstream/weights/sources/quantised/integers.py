@@ -54,6 +54,8 @@ class IntegerLayout(NamedTuple):
     shape: Callable[[QuantisedLayer], tuple[int, int]]  # checks the shapes of all tensors
     bits: Callable[[QuantisedLayer], int]
     zeros: Callable[[QuantisedLayer], Zeros]
+    scales: Callable[[QuantisedLayer], np.ndarray]  # float32 [out, groups]
+    groups: Callable[[QuantisedLayer], np.ndarray]  # the group of each column
     read: Callable[[QuantisedLayer], Integers]
 
 
@@ -142,13 +144,18 @@ class _Gptq:
 
     def read(self, layer: QuantisedLayer) -> Integers:
         numbers = unpack(layer.array("qweight").array.T, self.bits(layer))
-        scales = to_float32(layer.array("scales")).T
-        columns = numbers.shape[1]
-        group = _groups(columns, scales.shape[1], self._size(layer))
+        return Integers(numbers, self.zeros(layer).numbers, self.scales(layer), self.groups(layer))
+
+    def scales(self, layer: QuantisedLayer) -> np.ndarray:
+        return to_float32(layer.array("scales")).T
+
+    def groups(self, layer: QuantisedLayer) -> np.ndarray:
         if layer.has("g_idx"):
-            group = layer.array("g_idx").array.astype(np.int64)
+            return layer.array("g_idx").array.astype(np.int64)
+        _, columns = self.shape(layer)
+        group = _groups(columns, layer.slot("scales").shape[0], self._size(layer))
         assert group is not None, "`shape` has checked it"
-        return Integers(numbers, self.zeros(layer).numbers, scales, group)
+        return group
 
 
 class _Awq:
@@ -176,10 +183,16 @@ class _Awq:
 
     def read(self, layer: QuantisedLayer) -> Integers:
         numbers = np.ascontiguousarray(self._ordered(layer, "qweight").T)
-        scales = to_float32(layer.array("scales")).T
-        group = _groups(numbers.shape[1], scales.shape[1], layer.scheme.group_size)
+        return Integers(numbers, self.zeros(layer).numbers, self.scales(layer), self.groups(layer))
+
+    def scales(self, layer: QuantisedLayer) -> np.ndarray:
+        return to_float32(layer.array("scales")).T
+
+    def groups(self, layer: QuantisedLayer) -> np.ndarray:
+        columns, _ = layer.matrix("qweight")
+        group = _groups(columns, layer.slot("scales").shape[0], layer.scheme.group_size)
         assert group is not None, "`shape` has checked it"
-        return Integers(numbers, self.zeros(layer).numbers, scales, group)
+        return group
 
     def _ordered(self, layer: QuantisedLayer, kind: str) -> np.ndarray:
         numbers = unpack(layer.array(kind).array, 4)
@@ -250,24 +263,35 @@ class _Packed:
     def read(self, layer: QuantisedLayer) -> Integers:
         rows, columns = self.shape(layer)
         numbers = unpack(layer.array("weight_packed").array, self.bits(layer))[:, :columns]
-        tall, wide = self._grid(layer, (rows, columns))
-        scales = to_float32(layer.array("weight_scale")).reshape(tall, wide)
+        scales = self.scales(layer)
         zeros = self.zeros(layer).numbers
-        if tall < rows:
-            scales = np.repeat(scales, rows, axis=0)
+        if len(zeros) < rows:
             zeros = np.repeat(zeros, rows, axis=0)
-        group = _groups(columns, wide, layer.scheme.group_size)
+        return Integers(np.ascontiguousarray(numbers), zeros, scales, self.groups(layer))
+
+    def scales(self, layer: QuantisedLayer) -> np.ndarray:
+        shape = self.shape(layer)
+        tall, wide = self._grid(layer, shape)
+        scales = to_float32(layer.array("weight_scale")).reshape(tall, wide)
+        return np.repeat(scales, shape[0], axis=0) if tall < shape[0] else scales
+
+    def groups(self, layer: QuantisedLayer) -> np.ndarray:
+        shape = self.shape(layer)
         if layer.has("weight_g_idx"):
             index = layer.array("weight_g_idx").array.astype(np.int64)
-            group = index if (index >= 0).all() else group
+            if (index >= 0).all():
+                return index
+        group = _groups(shape[1], self._grid(layer, shape)[1], layer.scheme.group_size)
         assert group is not None, "`shape` has checked it"
-        return Integers(numbers, zeros, scales, group)
+        return group
 
 
 def integer_layouts(settings: QuantisationSettings) -> dict[str, IntegerLayout]:
     """Return the layouts of a checkpoint, by the tensor that holds the numbers."""
     words = _Awq() if settings.layout == "awq" else _Gptq(settings)
     return {
-        kind: IntegerLayout(layout.shape, layout.bits, layout.zeros, layout.read)
+        kind: IntegerLayout(
+            layout.shape, layout.bits, layout.zeros, layout.scales, layout.groups, layout.read
+        )
         for kind, layout in (("qweight", words), ("weight_packed", _Packed()))
     }

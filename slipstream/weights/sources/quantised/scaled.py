@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from slipstream.kernels.stored import to_float32
 from slipstream.weights.parameters import Shape
 from slipstream.weights.sources.quantised.layer import QuantisedLayer
 from slipstream.weights.sources.quantised.settings import Scheme
@@ -21,7 +24,7 @@ _LARGEST_INT8 = 127.0
 def scaled_shape(layer: QuantisedLayer) -> tuple[int, int]:
     """Return the shape of the matrix. Raises SourceError if its scales do not fit it."""
     shape = layer.matrix("weight")
-    _tile(layer, shape)
+    scale_tile(layer, shape)
     return shape
 
 
@@ -29,7 +32,7 @@ def read_scaled(layer: QuantisedLayer) -> torch.Tensor:
     """Return the matrix, float32 [out, in]."""
     weight = layer.tensor("weight").float()
     shape = (weight.shape[0], weight.shape[1])
-    tile = _tile(layer, shape)
+    tile = scale_tile(layer, shape)
     kind = _scales_kind(layer)
     scales = layer.tensor(kind).float()
     if kind == "SCB":
@@ -38,6 +41,14 @@ def read_scaled(layer: QuantisedLayer) -> torch.Tensor:
     if layer.has("weight_zero_point"):
         weight = weight - _spread(layer.tensor("weight_zero_point").float(), tile, shape, order)
     return weight * _spread(scales, tile, shape, order)
+
+
+def scales_of(layer: QuantisedLayer) -> np.ndarray:
+    """Return the scales as a table, float32. Needs no torch."""
+    kind = _scales_kind(layer)
+    scales = to_float32(layer.array(kind))
+    grid: np.ndarray = scales.reshape(_grid(scales.shape))
+    return grid / np.float32(_LARGEST_INT8) if kind == "SCB" else grid
 
 
 def tile_of(weight: Shape, scales: Shape, scheme: Scheme) -> tuple[int, int] | None:
@@ -82,7 +93,8 @@ def _fits(weight: Shape, grid: tuple[int, int], tile: tuple[int, int]) -> bool:
     return whole_groups and grid == counts
 
 
-def _tile(layer: QuantisedLayer, shape: tuple[int, int]) -> tuple[int, int]:
+def scale_tile(layer: QuantisedLayer, shape: tuple[int, int]) -> tuple[int, int]:
+    """Return the rows and columns that share a scale. Raises SourceError if scales do not fit."""
     kind = _scales_kind(layer)
     scheme = Scheme(strategy="channel") if kind == "SCB" else layer.scheme
     scales = layer.slot(kind).shape
