@@ -156,6 +156,7 @@ class LLM:
         for each prompt. `progress` shows the finished prompts. None: the setting of the LLM, for
         several prompts only.
         """
+        self._check_output_layer()
         listed = _list_prompts(prompts)
         chosen = _list_params(sampling_params, options, len(listed), "prompts")
         requests = [one.request(prompt) for one, prompt in zip(chosen, listed, strict=True)]
@@ -204,6 +205,7 @@ class LLM:
         `template_variables` are for the model's chat template. `continue_final_message` has the
         model go on with the last message.
         """
+        self._check_output_layer()
         single = not messages or isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Conversation], [messages] if single else messages)
         chosen = _list_params(sampling_params, options, len(conversations), "conversations")
@@ -234,6 +236,7 @@ class LLM:
 
         Leaving the loop early cancels the request.
         """
+        self._check_output_layer()
         chosen = choose_params(sampling_params, options)
         if chosen.n > 1:
             raise ValueError(f"a stream has one completion: n must be 1, got {chosen.n}")
@@ -381,6 +384,13 @@ class LLM:
 
     def __exit__(self, *reason: object) -> None:
         self.close()
+
+    def _check_output_layer(self) -> None:
+        declared = read_engine_config(self.folder).pooling
+        if declared is not None and not declared.generates:
+            raise ValueError(
+                f"{self.folder}: the model has no output layer for tokens; use embed() or score()"
+            )
 
     async def _complete_all(
         self, requests: list[TextRequest], progress: bool | None = None

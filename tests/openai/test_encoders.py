@@ -22,6 +22,7 @@ from pooling_server import (
 from tiny_hf_folder import BEGIN, END, POSITIONS, VOCABULARY, save_tokenizer
 from tokenizers import Tokenizer, processors
 
+from slipstream import LLM
 from slipstream.engine.settings import EngineSettings
 from slipstream.weights.build import build_engine
 from slipstream.weights.load import start_engine
@@ -190,6 +191,20 @@ def test_a_decoder_returns_an_embedding_on_request(tmp_path):
         plain = server.post(f"/v2/models/{MODEL}/generate", {**body, "return_embeddings": False})
         assert "embeddings" not in plain.json()
         assert plain.json()["text_output"] != ""
+
+
+def test_the_python_api_embeds_and_does_not_generate(tmp_path):
+    save_encoder(tmp_path / "hf", "BertModel")
+    add_modules(tmp_path / "hf", MEAN)
+    with LLM(tmp_path / "hf", dtype="float32", cache_tokens=4096) as llm:
+        with pooling_server(tmp_path, "BertModel") as server:
+            wanted = expected("bert-mean", server, TEXTS[0])
+        np.testing.assert_allclose(llm.embed(TEXTS[0])[0], wanted, atol=2e-5)
+        for call in (llm.generate, llm.stream):
+            with pytest.raises(ValueError, match=r"use embed\(\) or score\(\)"):
+                call("abc")
+        with pytest.raises(ValueError, match="no output layer"):
+            llm.chat([{"role": "user", "content": "abc"}])
 
 
 def test_embeddings_of_a_model_that_declares_none_are_refused(tmp_path):
