@@ -258,8 +258,8 @@ def _run(folder: Path, long: bool) -> list[Row]:
     site = Site(folder)
     rows = []
     try:
-        for number in range(5 if long else 1):
-            rows.append(_try_seed(site, number, 30 if long else 4, 25 if long else 12))
+        for number in range(3 if long else 1):
+            rows.append(_try_seed(site, number, 12 if long else 4, 20 if long else 12))
         tracebacks = sum("Traceback" in line for line in site.server.lines)
     finally:
         site.close()
