@@ -400,7 +400,7 @@ class _Server:
         if HANDLER.settings.format == "json":
             logger.info("\n".join(lines))
         else:
-            print("\n".join(lines), flush=True)
+            HANDLER.write_output("\n".join(lines))
 
     def _describe_text_models(self, place: str) -> list[str]:
         """Return a command to try and the ways to chat. `place`: scheme, host and port."""

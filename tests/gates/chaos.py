@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 from tiny_server import TinyServer, is_running, make_repository, wait_for
 
+from gates.chaos_limits import run_limits
+from gates.chaos_parts import run_parts
 from gates.table import Row
 from gates.traffic import Outcome, new_client, status, stream, until, until_status
 
@@ -21,12 +23,17 @@ _TRACED = ("--trace-config", "level=TIMESTAMPS", "--trace-config", "rate=1")
 
 
 async def run(folder: Path, long: bool) -> list[Row]:
-    """`long`: several times, because a signal meets the server in another state each time."""
+    """`long`: several times, because a signal meets the server in another state each time. It also
+    tries servers of several processes, and memory and disks that fail.
+    """
     rows = []
     for round_number in range(5 if long else 1):
         place = folder / str(round_number)
         place.mkdir()
         rows += await _run_once(place)
+    if long:
+        rows += await run_limits(folder / "limits")
+        rows += await run_parts(folder / "parts")
     return rows
 
 

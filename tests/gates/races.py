@@ -20,6 +20,7 @@ from tiny_server import MODEL, TRITONSERVER, TinyServer, make_repository
 
 from gates.table import Row
 from gates.traffic import expected
+from slipstream.server.engine_link.client import Supervision
 
 _ENGINE = "tensorrt_llm"
 _OPTIONS = (
@@ -31,6 +32,7 @@ _OPTIONS = (
 _REFUSED = (400, 404, 503)
 _SECONDS = 60.0
 _STEP_MS = 5
+_MOST_KILLS = Supervision().restarts  # by default a server ends when its engine fails once more
 
 
 class _Stream:
@@ -82,6 +84,7 @@ class Site:
         self._temporary = folder / "tmp"
         self.client = httpx.Client(timeout=_SECONDS, trust_env=False)
         self.done: Counter[str] = Counter()
+        self.kills = 0  # of this server's engine: a few are allowed
         self.server = self._start()
 
     def _start(self) -> TinyServer:
@@ -93,7 +96,14 @@ class Site:
         self.server.process.send_signal(signal.SIGTERM)
         code = self.server.wait_exit()
         self.server = self._start()
+        self.kills = 0
         return code
+
+    def revive(self) -> None:
+        """Start a server if the one of the last sequence has ended."""
+        if self.server.process.poll() is not None:
+            self.server = self._start()
+            self.kills = 0
 
     def post(self, path: str, body: Any) -> httpx.Response:
         return self.client.post(f"{self.server.url}{path}", json=body)
@@ -133,6 +143,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.site.revive()
         self.streams: list[_Stream] = []
         self.disturbed = False  # since the oldest stream began
         self.loaded = {MODEL: True, _ENGINE: True}
@@ -197,8 +208,9 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def kill_the_engine(self) -> None:
         process = self.site.server.engine_process()
-        if not process:
+        if not process or self.site.kills >= _MOST_KILLS:
             return
+        self.site.kills += 1
         self.site.done["kill the engine"] += 1
         self.disturbed = True
         os.kill(process, signal.SIGKILL)
@@ -209,8 +221,10 @@ class Machine(RuleBasedStateMachine):
         if self.loaded[_ENGINE]:
             self.site.wait_status(f"/v2/models/{_ENGINE}/ready", 200)
 
-    @rule()
-    def drain_and_restart(self) -> None:
+    @rule(chance=st.integers(0, 3))
+    def drain_and_restart(self, chance: int) -> None:
+        if chance:  # the others are quicker
+            return
         self.site.done["drain and restart"] += 1
         whole = self.disturbed
         assert self.site.restart() == 0, self.site.server.lines[-3:]
@@ -244,8 +258,8 @@ def _run(folder: Path, long: bool) -> list[Row]:
     site = Site(folder)
     rows = []
     try:
-        for number in range(5 if long else 1):
-            rows.append(_try_seed(site, number, 30 if long else 4, 25 if long else 12))
+        for number in range(3 if long else 1):
+            rows.append(_try_seed(site, number, 12 if long else 4, 20 if long else 12))
         tracebacks = sum("Traceback" in line for line in site.server.lines)
     finally:
         site.close()
@@ -271,8 +285,10 @@ def _try_seed(site: Site, number: int, examples: int, steps: int) -> Row:
             seed(number)(type("Machine", (Machine,), {"site": site})), settings=found
         )
     except Exception as error:
-        notes = " / ".join(getattr(error, "__notes__", []))
-        problem = f": {type(error).__name__}: {error}; {notes}".replace("\n", " ")[:800]
+        # a failure that does not come again has the first one inside
+        first = next(iter(getattr(error, "exceptions", ())), error)
+        steps_taken = " / ".join(getattr(error, "__notes__", []))
+        problem = f": {type(first).__name__}: {first}; {steps_taken}".replace("\n", " ")[:800]
     return Row(
         f"seed {number}", f"{examples} sequences of up to {steps} steps{problem}", not problem
     )

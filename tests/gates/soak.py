@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import re
+import signal
 import statistics
 import time
 from contextlib import suppress
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import httpx
 from real_server import RealServer
-from tiny_server import children_of, command_of
+from tiny_server import children_of, command_of, is_running
 
 from gates.mixed_traffic import MixedTraffic
 from gates.site import start_site, write_site
@@ -26,6 +27,8 @@ _MOST_MIB_PER_HOUR = 8.0
 _MOST_MIB_QUICK = 40.0  # in a quick run: caches still fill
 _MOST_DRIFT = 1.0  # of files and threads, in the whole run
 _SAMPLES = 120
+_EXIT_SECONDS = 5
+_MOST_EXIT_SECONDS = _EXIT_SECONDS + 10.0
 _MOST_SECONDS_AFTER = 10.0  # until the engines are idle after the last client
 _CHECK_SECONDS = 3.0  # an idle engine checks its blocks within this time, and ends if they differ
 
@@ -39,9 +42,12 @@ class _Sample:
 
 
 async def run(folder: Path, long: bool) -> list[Row]:
-    seconds = 3600.0 if long else 20.0
+    return await _soak(folder, 3600.0 if long else 20.0, long)
+
+
+async def _soak(folder: Path, seconds: float, long: bool) -> list[Row]:
     repository = write_site(folder)
-    server = start_site(repository, folder / "server", "--exit-timeout-secs=5")
+    server = start_site(repository, folder / "server", f"--exit-timeout-secs={_EXIT_SECONDS}")
     try:
         await asyncio.to_thread(server.wait)
         before = set(_engines(server.process_id))
@@ -59,9 +65,22 @@ async def run(folder: Path, long: bool) -> list[Row]:
         rows = [_answers(traffic), *_growth(samples, long), await _wait_cleared(server)]
         await asyncio.sleep(_CHECK_SECONDS)
         rows.append(_unbroken(server, before))
+        rows.append(await asyncio.to_thread(_end, server.process_id))
     finally:
         await asyncio.to_thread(server.close)
     return rows
+
+
+def _end(process: int) -> Row:
+    """The server ends soon after its signal, whatever it has done before."""
+    begun = time.monotonic()
+    os.kill(process, signal.SIGTERM)
+    while is_running(process) and time.monotonic() < begun + 10 * _MOST_EXIT_SECONDS:
+        time.sleep(0.05)
+    seconds = time.monotonic() - begun
+    if is_running(process):
+        os.kill(process, signal.SIGKILL)
+    return Row("exit after SIGTERM", f"{seconds:.1f} s", seconds < _MOST_EXIT_SECONDS)
 
 
 def _engines(server: int) -> list[int]:

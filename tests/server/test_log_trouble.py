@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import httpx
 import pytest
+from free_ports import free_ports
+from tiny_server import TinyServer, make_repository, wait_for
 
 from slipstream.server.log.capture import MAX_LINE_BYTES, LineSplitter, Relay
 from slipstream.server.log.formats import RelayFormatter, make_record, read_relayed
@@ -50,6 +53,26 @@ async def test_a_full_disk_loses_lines_and_stops_nothing(tmp_path: Path) -> None
     configure_log(file=str(tmp_path / "log"))
     logger.info("a line with room", extra={"place": "here"})
     assert (tmp_path / "log").read_text().endswith(" here] a line with room\n")
+
+
+def test_a_server_whose_output_is_on_a_full_disk_serves(tmp_path: Path) -> None:
+    http, grpc, metrics = free_ports(3)
+    ports = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    full = Path("/dev/full")
+    server = TinyServer(make_repository(tmp_path), tmp_path / "tmp", *ports, output=full)
+    try:
+        wait_for(lambda: is_ready(http) or server.process.poll() is not None)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+    finally:
+        server.close()
+
+
+def is_ready(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/v2/health/ready").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 @pytest.mark.parametrize("closed", [True, False])

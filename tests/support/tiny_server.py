@@ -62,7 +62,8 @@ class TinyServer:
     """`slipstream start`, or `tritonserver`, on free ports, in a process of its own.
 
     `close_seconds` replaces the time for which connections of inactive clients are kept at exit.
-    `script` runs `main` of this module under another name.
+    `script` runs `main` of this module under another name. `output`: a file for its lines, which
+    are then not read.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class TinyServer:
         close_seconds: float | None = None,
         program: str = "start",
         script: Path = Path(__file__),
+        output: Path | None = None,
     ) -> None:
         self._last_line = "Metrics Service" if program == TRITONSERVER else "API docs"
         self.temporary = temporary
@@ -89,16 +91,20 @@ class TinyServer:
         }
         if close_seconds is not None:
             environment[CLOSE_SECONDS] = str(close_seconds)
+        written = subprocess.PIPE if output is None else output.open("w")
         self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, env=environment, stdout=written, stderr=subprocess.STDOUT, text=True
         )
+        if not isinstance(written, int):
+            written.close()
         self.lines: list[str] = []
         self.ports: dict[str, int] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
+        if self.process.stdout is None:
+            return
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
             if found := STARTED.search(line):

@@ -109,6 +109,10 @@ class LogHandler(logging.Handler):
             text = self.format(make_record(level, text))
         self._print(text, self._stream or sys.stderr)
 
+    def write_output(self, text: str) -> None:
+        """Write to the standard output stream."""
+        self._print(text, sys.stdout)
+
     def _print(self, text: str, stream: TextIO) -> None:
         self.acquire()
         try:
