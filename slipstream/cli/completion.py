@@ -9,21 +9,40 @@ from collections.abc import Callable
 from slipstream.cli.arguments import Parser
 from slipstream.cli.commands import ALIASES, COMMANDS
 from slipstream.cli.commands import create_parser as create_command_parser
+from slipstream.repository.templates import FIXED_NAMES
+from slipstream.weights.sources.known_models import KNOWN_MODELS
 
 _BASH = """\
 # completion of slipstream: put this line into ~/.bashrc
 #   source <(slipstream completion bash)
+_slipstream_models() {{
+  local file name
+  printf '%s\\n' {models}
+  for file in ~/models/*/config.pbtxt; do
+    name=$(basename "$(dirname "$file")")
+    case $name in
+      {helpers}) ;;
+      *) if [ -e "$file" ]; then printf '%s\\n' "$name"; fi ;;
+    esac
+  done
+}}
 _slipstream() {{
   local current=${{COMP_WORDS[COMP_CWORD]}} words=
+  local before=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}}
   COMPREPLY=()
   if [ "$COMP_CWORD" -eq 1 ]; then
     words={commands}
+  elif [ "$before" = -m ] || [ "$before" = --model ]; then
+    words=$(_slipstream_models)
   elif [ "${{current:0:1}}" = - ]; then
     case ${{COMP_WORDS[1]}} in
 {cases}
     esac
   else
     COMPREPLY=($(compgen -f -- "$current"))
+    case $command in
+      {naming}) COMPREPLY+=($(compgen -W "$(_slipstream_models)" -- "$current")) ;;
+    esac
     return
   fi
   COMPREPLY=($(compgen -W "$words" -- "$current"))
@@ -39,6 +58,10 @@ _FISH = """\
 # completion of slipstream:
 #   slipstream completion fish > ~/.config/fish/completions/slipstream.fish
 """
+
+
+# commands whose argument is a model
+_NAMING = ("start", "serve", "run", "show", "remove", "rm", "pull")
 
 
 def create_parser() -> Parser:
@@ -60,7 +83,13 @@ def _bash() -> str:
     cases = [
         f"      {name}) words={shlex.quote(' '.join(_long_options(name)))} ;;" for name in _names()
     ]
-    return _BASH.format(commands=shlex.quote(" ".join(_names())), cases="\n".join(cases))
+    return _BASH.format(
+        commands=shlex.quote(" ".join(_names())),
+        cases="\n".join(cases),
+        models=" ".join(KNOWN_MODELS),
+        helpers="|".join(f"{name}|*-{name}" for name in FIXED_NAMES),
+        naming="|".join(_NAMING),
+    )
 
 
 def _zsh() -> str:

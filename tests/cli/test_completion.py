@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import run_cli
@@ -43,6 +44,19 @@ def test_bash_completes_commands_options_and_files(script: Path, tmp_path: Path)
     ]
     (tmp_path / "model.gguf").touch()
     assert complete(script, "slipstream", "serve", f"{tmp_path}/mod") == [f"{tmp_path}/model.gguf"]
+
+
+def test_bash_completes_models(script: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Known models, and those of the default repository without their helpers."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert complete(script, "slipstream", "serve", "smol") == ["smollm2-135m"]
+    for name in ("small", "ensemble", "preprocessing", "small-tensorrt_llm"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "config.pbtxt").touch()
+    assert complete(script, "slipstream", "infer", "-m", "sm") == ["smollm2-135m", "small"]
+    assert complete(script, "slipstream", "show", "sma") == ["small"]
+    assert complete(script, "slipstream", "chat", "-m", "ense") == []
+    assert complete(script, "slipstream", "bench", "--model", "gp") == ["gpt2"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
