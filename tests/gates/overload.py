@@ -80,7 +80,7 @@ def _health(case: str, seconds: list[float]) -> Row:
 
 
 async def _with_bound(folder: Path, seconds: float, times: int) -> list[Row]:
-    """The queue is full most of the time: clients come again when they are told to."""
+    """The queue is full most of the time: clients come again after the time in Retry-After."""
     folder.mkdir()
     repository = make_repository(folder, "rows")
     config = repository / "tensorrt_llm" / "config.pbtxt"
