@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from slipstream.engine.cpu.support import unsupported
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.code_trial import choose_code
 from slipstream.engine_worker.progress import show_progress
@@ -103,6 +102,9 @@ def prepare(settings: EngineSettings, spec: ModelSpec | None = None) -> EngineSe
 
 def runs_compiled(settings: EngineSettings, spec: ModelSpec | None) -> bool:
     """Return whether compiled code computes a model in bfloat16. The code has been chosen."""
+    # imported here: it loads numpy, which the server does without
+    from slipstream.engine.cpu.support import unsupported
+
     if spec is None or machine.choose_level(settings.cpu_code)[0] is None:
         return False
     return not unsupported(spec, COMPILED_DTYPE, settings.ranks or 1)
