@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +15,8 @@ from slipstream.kernels.ranks import Ranks
 
 if TYPE_CHECKING:
     from slipstream.engine.loop import StepRunner
+
+logger = logging.getLogger(__name__)
 
 # A CPU computes about this many prompt tokens before other requests notice the delay.
 _CPU_STEP_TOKENS = 512
@@ -79,6 +82,13 @@ def choose_sizes(
     on_gpu = device.startswith("cuda")
     usual = _GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS
     longest = min(limits.longest, settings.max_sequence_tokens or limits.longest)
+    if settings.max_sequence_tokens is not None and settings.max_sequence_tokens > longest:
+        logger.warning(
+            "max_seq_len %d is more than this engine was built for: sequences have at most %d "
+            "tokens",
+            settings.max_sequence_tokens,
+            longest,
+        )
     step_tokens = settings.step_tokens or min(usual, limits.step_tokens or usual)
     return EngineSizes(
         device=device,

@@ -7,6 +7,7 @@ from run_engine import engine
 from tiny_engine import build_tiny_engine
 
 from slipstream.engine.settings import EngineSettings
+from slipstream.engine.sizes import BuiltLimits, choose_sizes
 from slipstream.kernels.options import KernelOptions
 
 SWITCHES = ("compressed_weights", "compressed_kv_cache", "fused_gemv", "mixed_graphs")
@@ -62,3 +63,13 @@ def test_switches_reach_the_model(tmp_path):
 def test_a_value_out_of_range_is_an_error(settings, message):
     with pytest.raises(ValueError, match=message):
         EngineSettings(**settings)
+
+
+def test_a_longer_sequence_than_the_engine_was_built_for_is_lowered_with_a_warning(caplog):
+    for wanted, used in ((None, 2048), (1000, 1000), (2048, 2048), (10**6, 2048)):
+        settings = EngineSettings(max_sequence_tokens=wanted)
+        assert choose_sizes(settings, BuiltLimits(2048), "cpu", 1).longest == used
+    assert [record.getMessage() for record in caplog.records] == [
+        "max_seq_len 1000000 is more than this engine was built for: sequences have at most 2048 "
+        "tokens"
+    ]

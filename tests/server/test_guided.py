@@ -14,7 +14,9 @@ import torch
 from random_schemas import random_schema
 from tiny_models import config_of, random_model
 
-from slipstream.engine.constraints.guided import GuideError, check_guide
+from slipstream.engine.constraints.guide_memory import estimate_bytes
+from slipstream.engine.constraints.guided import GuideError, Guides, check_guide
+from slipstream.engine.constraints.vocabulary import Vocabulary
 from slipstream.engine.sampling_params import Guide
 from slipstream.llm import LLM, SamplingOptions
 from slipstream.server.text.pipeline import PromptError
@@ -256,9 +258,6 @@ def test_a_request_is_cancelled_while_its_grammar_is_compiled():
 
 
 def test_a_grammar_that_is_too_large_is_refused_without_the_librarys_backtrace():
-    from slipstream.engine.constraints.guided import GuideError, Guides
-    from slipstream.engine.constraints.vocabulary import Vocabulary
-
     def tree(depth: int) -> dict:
         if not depth:
             return {"type": "integer"}
@@ -271,6 +270,30 @@ def test_a_grammar_that_is_too_large_is_refused_without_the_librarys_backtrace()
     assert str(caught.value) == (
         "guided_decoding_guide: cannot be enforced: it is too large for the grammar library"
     )
+
+
+def properties(number: int, count: int) -> Guide:
+    fields = {f"field_{number}_{place}": {"type": "string"} for place in range(count)}
+    return Guide("json_schema", json.dumps({"type": "object", "properties": fields}))
+
+
+def test_compiled_grammars_are_forgotten_by_their_estimated_memory():
+    guides = Guides(Vocabulary([bytes([byte]) for byte in range(256)], frozenset()))
+    large = [properties(number, 3600) for number in range(4)]
+    sizes = [estimate_bytes(guide) for guide in large]
+    assert all(17 << 20 < size < 21 << 20 for size in sizes)  # three fit
+    for guide in large[:3]:
+        guides.open(guide, [])
+    assert [guides.remembers(guide) for guide in large] == [True, True, True, False]
+    guides.open(large[0], [])  # used again: now the second one is the oldest
+    guides.open(large[3], [])
+    assert [guides.remembers(guide) for guide in large] == [True, False, True, True]
+    small = [properties(number, 1) for number in range(80)]
+    for guide in small:
+        guides.open(guide, [])
+    # at most 64 of any size, the newest
+    assert [guides.remembers(guide) for guide in small] == [False] * 16 + [True] * 64
+    assert not any(guides.remembers(guide) for guide in large)
 
 
 def test_llm_returns_logits_and_prompt_log_probs(llm):

@@ -105,10 +105,11 @@ def test_sizes_that_flags_set_are_marked():
     assert lines[5] == "  longest sequence      8190 tokens  set by --max-seq-len"
 
 
-def test_a_cache_below_one_sequence_names_the_size_that_would_hold_it():
-    lines = memory_table("m", replace(INFO, total_blocks=3, cache_bytes=4 * 32 * 23040))
+@pytest.mark.parametrize("flags", [(), ("max_sequence_tokens",)])
+def test_a_cache_below_one_sequence_names_the_size_that_would_hold_it(flags):
+    lines = memory_table("m", replace(INFO, total_blocks=3, cache_bytes=4 * 32 * 23040), flags)
     assert lines[-4:-1] == [
-        "  longest sequence        96 tokens",
+        "  longest sequence        96 tokens  limited by the KV cache",
         "  The KV cache holds 1 request of 96 tokens at once.",
         "  For sequences of 8190 tokens: --kv-cache-memory-bytes 180M.",
     ]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.engine.constraints.guide_memory import estimate_bytes
 from slipstream.engine.constraints.library_errors import (
     one_line,
     reason,
@@ -37,7 +38,7 @@ LONGEST_GUIDE = 1 << 20  # bytes
 _WRITTEN_HERE = ("structural_tag", COMPOSED)
 _NO_TOKEN_IDS = "no tokenizer"  # the library's warning: token ids are checked by the engine
 _CACHED_GRAMMARS = 64
-_CACHED_CHARACTERS = 4 << 20  # of the texts of compiled grammars
+_CACHED_BYTES = 64 << 20  # estimated memory of compiled grammars
 # tokens before a new one that are tokenised again with it
 _WINDOW_TOKENS = 8
 _COMMON_INDENTATION = 5  # bytes, with the line end
@@ -116,14 +117,20 @@ class Guides:
             self._forget_old()
         return matchers
 
+    def remembers(self, guide: Guide) -> bool:
+        return guide in self._compiled
+
     def _forget_old(self) -> None:
-        """Bound the compiled grammars by their number and by the size of their texts."""
-        size = sum(len(guide.text) for guide in self._compiled)
-        while len(self._compiled) > 1 and (
-            len(self._compiled) > _CACHED_GRAMMARS or size > _CACHED_CHARACTERS
-        ):
-            guide, _ = self._compiled.popitem(last=False)
-            size -= len(guide.text)
+        """Bound the compiled grammars by their number and by an estimate of their memory."""
+        sizes = [
+            len(matchers) * estimate_bytes(guide) for guide, matchers in self._compiled.items()
+        ]
+        size = sum(sizes)
+        for oldest in sizes[:-1]:
+            if len(self._compiled) <= _CACHED_GRAMMARS and size <= _CACHED_BYTES:
+                return
+            self._compiled.popitem(last=False)
+            size -= oldest
 
 
 class Guided:

@@ -44,7 +44,7 @@ def memory_table(name: str, info: EngineInfo, flags: Collection[str] = ()) -> li
         *_memory_lines(info, tokens),
         _Line("requests at once", info.max_rows, note=_row_note(info, flags)),
         _Line("tokens per step", info.step_tokens, note=_flag_note("step_tokens", flags)),
-        _Line("longest sequence", longest, "tokens", _flag_note("max_sequence_tokens", flags)),
+        _Line("longest sequence", longest, "tokens", _length_note(info, longest, flags)),
     ]
     advice = [*_too_short(info, longest), *_more_rows(info, flags), *_no_effect(info, flags)]
     return [
@@ -96,6 +96,12 @@ def _row_note(info: EngineInfo, flags: Collection[str]) -> str:
     if info.rows_bound == "setting":
         return _flag_note("max_rows", flags) or "set by max_num_sequences in config.pbtxt"
     return _ROW_BOUNDS.get(info.rows_bound, "")
+
+
+def _length_note(info: EngineInfo, longest: int, flags: Collection[str]) -> str:
+    if longest < info.max_sequence_tokens:
+        return _ROW_BOUNDS["cache"]
+    return _flag_note("max_sequence_tokens", flags)
 
 
 def _too_short(info: EngineInfo, longest: int) -> list[str]:

@@ -114,17 +114,24 @@ def chat_log_probs(
 ) -> dict[str, Any]:
     """Return the log-probabilities of a chat message."""
     form = TokenFormat(tokenizer, as_ids=as_ids)
+    spelled: dict[int, tuple[str, list[int]]] = {}
     content = []
     for token, value, top in scored:
-        entry = _chat_entry(form, token, value)
-        entry["top_logprobs"] = [_chat_entry(form, *pair) for pair in top or ()]
+        entry = _chat_entry(form, spelled, token, value)
+        entry["top_logprobs"] = [_chat_entry(form, spelled, *pair) for pair in top or ()]
         content.append(entry)
     return {"content": content, "refusal": None}
 
 
-def _chat_entry(form: TokenFormat, token: int, value: float | None) -> dict[str, Any]:
-    raw = spell(form.tokenizer, token)[1]
-    return {"token": form.name(token), "logprob": _finite(value), "bytes": list(raw)}
+def _chat_entry(
+    form: TokenFormat, spelled: dict[int, tuple[str, list[int]]], token: int, value: float | None
+) -> dict[str, Any]:
+    """spelled: tokens that were named before, as the likeliest tokens repeat"""
+    found = spelled.get(token)
+    if found is None:
+        found = (form.name(token), list(spell(form.tokenizer, token)[1]))
+        spelled[token] = found
+    return {"token": found[0], "logprob": _finite(value), "bytes": found[1]}
 
 
 def _tops(output: TextOutput | Completion) -> Sequence[TopTokens]:
