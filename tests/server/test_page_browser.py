@@ -377,6 +377,7 @@ def test_token_probabilities(browser: Browser, real: str) -> None:
     assert all("%" in row for row in rows)
     browser.one(".tokens").send_keys(Keys.ARROW_RIGHT)
     assert "chosen" in tokens[1].get_attribute("class")
+    picture(browser, "tokens")
 
 
 def test_compare(browser: Browser, real: str) -> None:
@@ -430,6 +431,7 @@ def test_the_dashboard(browser: Browser, real: str) -> None:
     tiles = dict(zip(browser.texts(".tile dt"), browser.texts(".tile dd"), strict=True))
     assert int(tiles["Requests finished"]) >= 2
     assert browser.accessibility_problems() == []
+    picture(browser, "dashboard")
 
 
 def timeline(browser: Browser) -> str:
