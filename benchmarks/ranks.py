@@ -83,6 +83,11 @@ class SilentRanks:
     def likeliest(self, part: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         return ALONE.likeliest(part, first)
 
+    def best_of(
+        self, best: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return best, tokens
+
     def least(self, number: int) -> int:
         return number
 

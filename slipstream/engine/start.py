@@ -160,10 +160,11 @@ def create_follower(
     settings: EngineSettings,
     limits: BuiltLimits,
     ranks: Ranks,
+    code_folder: Path | None = None,
 ) -> Follower:
     """Create a following rank from its part of the weights."""
     settings = settings_of_model(spec, settings)
-    prepared = _prepare(spec, weights, settings, limits, _no_progress, None, ranks)
+    prepared = _prepare(spec, weights, settings, limits, _no_progress, None, ranks, code_folder)
     return Follower(prepared.runner, prepared.store)
 
 
@@ -261,6 +262,7 @@ def _prepare_compiled(
     from slipstream.engine.cpu.model import CpuModel
 
     path = choose_path(spec, settings.cpu_code, sizes.dtype, ranks)
+    ranks.meet("torch" if path.level is None else f"compiled code {path.level.name}")
     if path.level is None:
         return None
     arrays = weights.arrays()
@@ -268,7 +270,7 @@ def _prepare_compiled(
     exact = settings.exact_activations
     packed = weights.packed_file(sizes.dtype)
     model = CpuModel(
-        spec, arrays, sizes.dtype, sizes.longest, settings.kernel_options, exact, packed
+        spec, arrays, sizes.dtype, sizes.longest, settings.kernel_options, exact, packed, ranks
     )
     # A wider window covers every sequence.
     if min(settings.attention_windows, default=sizes.longest) < sizes.longest:

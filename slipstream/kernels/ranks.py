@@ -71,6 +71,12 @@ class Ranks(Protocol):
         """
         ...
 
+    def best_of(self, best: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest of the ranks' logits for each row and its token, the lowest of equals;
+        nan if a rank has a nan. best: [rows] of this rank's part; tokens: int64 [rows]
+        """
+        ...
+
     def least(self, number: int) -> int:
         """Return the smallest of the ranks' numbers. It waits for all ranks."""
         ...
@@ -101,6 +107,9 @@ class OneRank:
     def likeliest(self, part: Tensor, first: int) -> tuple[Tensor, Tensor]:
         best, tokens = part.max(dim=-1)
         return best, tokens + first
+
+    def best_of(self, best: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return best, tokens
 
     def least(self, number: int) -> int:
         return number

@@ -71,14 +71,16 @@ class TorchRanks:
         return out
 
     def likeliest(self, part: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        best, tokens = ALONE.likeliest(part, first)
+        return self.best_of(*ALONE.likeliest(part, first))
+
+    def best_of(self, best: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         # a double holds every token exactly
         pairs = self._gather(torch.stack((best.double(), tokens.double()), dim=-1))
         values, places = torch.stack(pairs).unbind(dim=-1)  # [ranks, rows] each
         largest = values.amax(dim=0)
         wins = (values == largest) | values.isnan()
         lowest = places.masked_fill(~wins, torch.inf).amin(dim=0)
-        return largest.to(part.dtype), lowest.to(torch.int64)
+        return largest.to(best.dtype), lowest.to(torch.int64)
 
     def least(self, number: int) -> int:
         found = torch.tensor([number], dtype=torch.int64)

@@ -21,7 +21,7 @@ from slipstream.weights.engine_folder import EngineFolder, rank_file, read_engin
 from slipstream.weights.home import cpu_code_folder, slipstream_home
 from slipstream.weights.integrity import identify_folder, verify_weights
 from slipstream.weights.lora import read_adapter_folder
-from slipstream.weights.shards import rank_spec, rank_tensors
+from slipstream.weights.shards import rank_spec, rank_tensors, rank_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +48,7 @@ class FolderWeights:
 
     def arrays(self) -> dict[str, Weight]:
         if self.ranks > 1:
-            raise ValueError("a rank's part of the weights is made with torch")
+            return rank_weights(self.folder, self.rank, self.ranks)
         return self.folder.weights()
 
     def packed_file(self, dtype: str) -> PackedFile | None:
@@ -113,4 +113,5 @@ def start_follower(path: str | Path, settings: EngineSettings, ranks: Ranks) -> 
     spec = rank_spec(folder.spec, ranks.size)
     weights = FolderWeights(folder, ranks.rank, ranks.size)
     with verify_weights(folder) if ranks.local_rank == 0 else nullcontext():
-        return create_follower(spec, weights, settings, limits, ranks)
+        code = cpu_code_folder(slipstream_home())
+        return create_follower(spec, weights, settings, limits, ranks, code)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slipstream.kernels.blocks import BlockMatrix
+from slipstream.kernels.stored import StoredArray, shape_of
 from slipstream.model.spec import ModelSpec
 from slipstream.weights.parameters import Quantisation
 from slipstream.weights.rank_split import Part, engine_part
@@ -117,10 +118,28 @@ def rank_tensors(
     expanded = dtype or getattr(torch, folder.dtype)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in folder.weights().items():
-        shape = weight.shape if isinstance(weight, BlockMatrix) else weight.array.shape
-        part = engine_part(folder.spec, name, shape, rank, ranks)
+        part = engine_part(folder.spec, name, shape_of(weight), rank, ranks)
         tensors[name] = _read(weight, part, expanded)
     return tensors
+
+
+def rank_weights(folder: EngineFolder, rank: int, ranks: int) -> dict[str, Weight]:
+    """Return the weights of one rank of a whole engine as stored. Blocks whose columns are divided
+    are expanded.
+    """
+    check_ranks(folder.spec, folder.quantisation, ranks)
+    found: dict[str, Weight] = {}
+    for name, weight in folder.weights().items():
+        part = engine_part(folder.spec, name, shape_of(weight), rank, ranks)
+        if not isinstance(weight, BlockMatrix):
+            found[name] = _cut(weight, part)
+        elif part.columns is None:
+            found[name] = weight.take(part.rows)
+        else:
+            first, last = part.columns
+            values = [rows[:, first:last] for rows in weight.take(part.rows).expand()]
+            found[name] = StoredArray("F32", np.concatenate(values))
+    return found
 
 
 def _read(weight: Weight, part: Part, dtype: torch.dtype) -> torch.Tensor:
@@ -129,10 +148,15 @@ def _read(weight: Weight, part: Part, dtype: torch.dtype) -> torch.Tensor:
 
     if isinstance(weight, BlockMatrix):
         return expand(weight.take(part.rows), dtype, part.columns)
+    return map_tensor(_cut(weight, part))
+
+
+def _cut(weight: StoredArray, part: Part) -> StoredArray:
+    """Return a part of a weight: the same memory if it is the whole."""
     if part == Part(((0, len(weight.array)),)):
-        return map_tensor(weight)
+        return weight
     pieces = [weight.array[first:last] for first, last in part.rows]
     if part.columns is not None:
         pieces = [piece[:, slice(*part.columns)] for piece in pieces]
     found = np.concatenate(pieces)
-    return map_tensor(weight._replace(array=np.zeros_like(found) if part.zeros else found))
+    return weight._replace(array=np.zeros_like(found) if part.zeros else found)

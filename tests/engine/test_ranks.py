@@ -162,6 +162,14 @@ def test_prompts_that_are_scored_in_pieces_have_the_same_scores(engines):
     assert max(prompts) == 5
 
 
+def test_compiled_code_computes_the_parts_of_models_that_it_knows(two_ranks):
+    compiled = {name for name, found in two_ranks.items() if found.get("compiled")}
+    families = ("llama", "gptj", "gpt2", "gemma", "gemma2")
+    assert {case_name(family, "greedy") for family in families} <= compiled
+    assert {INT4, "adapters", "cancels"} <= compiled
+    assert case_name("mixtral", "greedy") not in compiled
+
+
 def test_an_engine_of_several_ranks_scores_prompts_in_pieces(two_ranks):
     assert two_ranks["llama: greedy"]["most_scored"] == 256
 

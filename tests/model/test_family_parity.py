@@ -134,8 +134,8 @@ def test_two_ranks_compute_the_logits_of_one(name, tmp_path):
 )
 def test_the_compiled_cpu_path_leaves_other_options_to_torch(options):
     spec = ModelSpec("TinyForCausalLM", VOCABULARY, 64, 2, 4, 2, 16, 96, 128)
-    assert unsupported(spec, "float32", 1) == ""
-    assert unsupported(replace(spec, **options), "float32", 1) != ""
+    assert unsupported(spec, "float32") == ""
+    assert unsupported(replace(spec, **options), "float32") != ""
 
 
 def test_a_layer_norm_over_all_heads_is_not_divided_among_ranks(tmp_path):

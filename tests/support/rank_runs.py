@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slipstream.engine.adapters.cache import AdapterSource
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.messages import Scores
@@ -213,6 +215,7 @@ def run(loop: EngineLoop, name: str, folder: str) -> dict[str, Any]:
     result["draft_tokens"] = stats.draft_tokens
     result["reused_blocks"] = stats.reused_blocks
     result["ranks"] = loop.info.ranks
+    result["compiled"] = isinstance(loop.runner.cache, np.ndarray)  # not torch's
     result["most_scored"] = loop.scheduler.prompt_limits.most_scored
     result["weight_bytes"] = loop.info.weight_bytes
     return result

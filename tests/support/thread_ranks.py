@@ -52,7 +52,9 @@ class ThreadRanks:
         return whole
 
     def likeliest(self, part: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        best, tokens = ALONE.likeliest(part, first)
+        return self.best_of(*ALONE.likeliest(part, first))
+
+    def best_of(self, best: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         values, places = (
             torch.stack(found) for found in zip(*self._exchange((best, tokens)), strict=True)
         )

@@ -16,12 +16,12 @@ from run_engine import engine, generate, logits_of
 from tiny_models import VOCABULARY, config_of, random_model
 
 from slipstream.kernels.blocks import BlockMatrix
-from slipstream.kernels.stored import StoredArray
+from slipstream.kernels.stored import StoredArray, to_float32
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import EngineFolderError, read_engine_config
 from slipstream.weights.engine_folder import EngineFolder, read_engine_folder
 from slipstream.weights.parameters import StoredRows
-from slipstream.weights.shards import rank_tensors
+from slipstream.weights.shards import rank_tensors, rank_weights
 
 TOKENIZER = plain_tokenizer(VOCABULARY)
 QKV = "transformer.layers.1.attention.qkv.weight"
@@ -187,5 +187,9 @@ def test_ranks_take_their_rows_and_columns_out_of_the_blocks(tmp_path, ranks):
     for rank in range(ranks):
         found = rank_tensors(kept, rank, ranks, torch.float32)
         expected = rank_tensors(plain, rank, ranks)
+        stored = rank_weights(kept, rank, ranks)  # what compiled code takes
+        assert stored.keys() == expected.keys()
+        for name, weight in stored.items():
+            np.testing.assert_array_equal(to_float32(weight), expected[name].float().numpy())
         for name, tensor in expected.items():
             assert torch.equal(found[name].float(), tensor), name

@@ -34,7 +34,7 @@ def choose_path(
     """Return how a model is computed. choice: the setting `cpu_code`"""
     level, reason = machine.choose_level(choice)
     if level is not None:
-        reason = unsupported(spec, dtype, ranks.size)
+        reason = unsupported(spec, dtype)
     if reason:
         if ranks.rank == 0:  # all ranks decide alike
             logger.info("torch computes this model on the CPU: %s", reason)

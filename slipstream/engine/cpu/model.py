@@ -14,8 +14,9 @@ from slipstream.engine.cpu.weights import StoredWeights
 from slipstream.kernels.attention_rule import AttentionRule
 from slipstream.kernels.cpu.memory import round_up
 from slipstream.kernels.cpu.operations import Format, TableFormat, WeightFormat
-from slipstream.kernels.cpu.pack import Packed, interleave_halves, padded_floats
+from slipstream.kernels.cpu.pack import Packed, interleave_halves, pack, padded_floats
 from slipstream.kernels.options import KernelOptions
+from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.kernels.stored import Weight, bfloat16_to_float32, round_to_bfloat16
 from slipstream.model.position import rotary_size, rotary_table
 from slipstream.model.spec import ModelSpec
@@ -87,10 +88,15 @@ class CpuModel:
         options: KernelOptions = KernelOptions(),
         exact_activations: bool = False,
         packed: PackedFile | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """dtype: float32 or bfloat16; positions: the longest sequence; exact_activations: do not
-        round activations to 8 bits where weights are quantised; packed: see `StoredWeights`
+        round activations to 8 bits where weights are quantised; packed: see `StoredWeights`;
+        ranks: with several ranks, spec and weights are this rank's
         """
+        self.ranks = ranks
+        # the tokens whose logits this rank computes
+        self.vocabulary = spec.vocabulary_of(ranks.rank, ranks.size)
         self.exact = exact_activations
         self.spec = spec
         self.dtype = dtype
@@ -169,12 +175,18 @@ class CpuModel:
         spec = self.spec
         # a quantised engine holds a head of its own even if the embeddings are tied
         own = not spec.tied_embeddings or self._source.has("lm_head.weight")
+        in_blocks = own and self._source.is_in_blocks("transformer.vocab_embedding")
+        # whether the embedding has the exact numbers of a quantised head
+        self.refines = own and spec.tied_embeddings and not in_blocks
+        if not own and self.ranks.size > 1:
+            self._divide_tied_head()
+            return
         name = "lm_head" if own else "transformer.vocab_embedding"
-        parts = self._source.matrix(name, spec.vocab_size, spec.hidden_size)
+        parts = self._source.matrix(name, len(self.vocabulary), spec.hidden_size)
         bias = self._head_bias(sum(part.outputs for part in parts))
         self.head = LinearWeights(parts, bias, self.exact)
         shape = (spec.vocab_size, spec.hidden_size)
-        if own and self._source.is_in_blocks("transformer.vocab_embedding"):
+        if in_blocks:
             parts = self._source.matrix("transformer.vocab_embedding", *shape)
             own = False
         if not own:
@@ -183,10 +195,22 @@ class CpuModel:
                 TableFormat(packed.format), packed.address, packed.block_bytes, packed
             )
             return
+        self._take_embedding()
+
+    def _divide_tied_head(self) -> None:
+        """Take this rank's rows of the embedding as its part of the output layer."""
+        rows = self._take_embedding()
+        own = pack(rows[self.vocabulary.start : self.vocabulary.stop])
+        self.head = LinearWeights((own,), self._head_bias(own.outputs), self.exact)
+
+    def _take_embedding(self) -> np.ndarray:
+        """Take the embedding as rows, and return them."""
+        shape = (self.spec.vocab_size, self.spec.hidden_size)
         rows = self._source.rows("transformer.vocab_embedding.weight", shape)
         is_float = rows.dtype == np.float32
         kind = TableFormat.F32_ROWS if is_float else TableFormat.BF16_ROWS
         self.embedding = EmbeddingTable(kind, int(rows.ctypes.data), rows.strides[0], rows)
+        return rows
 
     def _linear(
         self, name: str, outputs: int, inputs: int, bias: bool, gated: bool = False
@@ -204,7 +228,7 @@ class CpuModel:
     def _head_bias(self, outputs: int) -> np.ndarray | None:
         if not self.spec.head_bias:
             return None
-        bias = self._source.floats("lm_head.bias", (self.spec.vocab_size,), rounded=True)
+        bias = self._source.floats("lm_head.bias", (len(self.vocabulary),), rounded=True)
         return padded_floats(bias, outputs)
 
     def _norm(self, name: str) -> NormWeights:

@@ -29,7 +29,6 @@ from slipstream.kernels.cpu.operations import (
     Rope,
     Rows,
     Softcap,
-    TableFormat,
     encode,
     row_bytes,
 )
@@ -93,7 +92,7 @@ class Buffers:
         # the halves of a gated layer, or the outputs of another one, before the activation
         half = round_up(spec.ffn_size, LANES)
         self.up = aligned_rows(tokens, half * 2, np.float32)
-        self.parts = -(-spec.vocab_size // _PART)
+        self.parts = -(-len(model.vocabulary) // _PART)
         self.best_tokens = aligned_rows(tokens, self.parts, np.int64)
         self.best_logits = aligned_rows(tokens, self.parts, np.float32)
 
@@ -242,12 +241,23 @@ class ProgramWriter:
 
         adapter: layer, number of the linear layer and its input, for `_adapt`
         """
-        target = hidden if norm is None else self.buffers.delta
-        epilogue = Epilogue.ADD if norm is None else Epilogue.STORE
+        alone = self.model.ranks.size == 1
+        target = hidden if norm is None and alone else self.buffers.delta
+        epilogue = Epilogue.ADD if target is hidden else Epilogue.STORE
         self._linear(weights, x, target, epilogue, rows, own)
         self._adapt(*adapter, [target[:, : self.spec.hidden_size]])
+        if not alone:
+            self._sum(hidden if norm is None else None, rows)
         if norm is not None:
             self._norm(norm, self.buffers.delta, hidden, Format.F32, rows, adds=True)
+
+    def _sum(self, hidden: np.ndarray | None, rows: Rows) -> None:
+        """Sum the ranks' `delta`. hidden: the residual stream, if the sum is added to it"""
+        from slipstream.engine.cpu.rank_parts import SumPart
+
+        self._end_segment()
+        part = SumPart(self.model.ranks, self.buffers.delta, hidden, rows is Rows.SAMPLES)
+        self._segments.append(part)
 
     def _norm_for(
         self,
@@ -456,7 +466,7 @@ class ProgramWriter:
         self._add(
             Likeliest(
                 stride=stride,
-                vocabulary=spec.vocab_size,
+                vocabulary=len(model.vocabulary),
                 part=_PART,
                 parts=buffers.parts,
                 tokens=_address(buffers.best_tokens),
@@ -467,17 +477,16 @@ class ProgramWriter:
 
     def _refine(self, stride: int) -> None:
         """Compute the largest logits again if there are weights that are not quantised."""
-        table = self.model.embedding
-        exact = table.format in (TableFormat.F32_ROWS, TableFormat.BF16_ROWS)
-        if not (self.spec.tied_embeddings and exact):
+        if not self.model.refines:
             return
+        table = self.model.embedding
         states = self.buffers.float_states
         operation = Refine(
             stride=stride,
-            vocabulary=self.spec.vocab_size,
+            vocabulary=len(self.model.vocabulary),
             states=_address(states),
             states_stride=states.strides[0],
-            table=table.address,
+            table=table.address + self.model.vocabulary.start * table.stride,
             table_format=table.format,
             row_bytes=table.stride,
             size=self.spec.hidden_size,

@@ -307,7 +307,7 @@ class Steps:
         self._context[Context.LOGITS] = logits
         self._context[Context.LOGIT_TARGET] = self._logits.ctypes.data
         self._context[Context.PRIVATE] = int(self._tokens == 1)
-        parts = StepParts(self._tokens, adapters)
+        parts = StepParts(self._tokens, len(wanted), adapters)
         address = int(self._context.ctypes.data)
         for segment in self._program(adapters is not None):
             if isinstance(segment, np.ndarray):
@@ -321,7 +321,12 @@ class Steps:
         """Return the logits of a step, float32 [rows, vocab]. The next step overwrites them."""
         width = self._model.head.outputs
         found = self._logits[: rows * width].reshape(rows, width)
-        return found[:, : self._model.spec.vocab_size]
+        found = found[:, : len(self._model.vocabulary)]
+        if self._model.ranks.size == 1:
+            return found
+        from slipstream.engine.cpu.rank_parts import join_logits
+
+        return join_logits(self._model.ranks, found, self._model.spec)
 
     def states(self, first: int, count: int) -> np.ndarray:
         """Return final states of a step, from the sample `first` on: float32 [count, hidden]."""
@@ -330,4 +335,12 @@ class Steps:
 
     def likeliest(self, rows: int) -> LikeliestTokens:
         """Return the likeliest token of the first rows with logits."""
-        return LikeliestTokens(self._buffers.best_tokens[:rows], self._buffers.best_logits[:rows])
+        found = LikeliestTokens(self._buffers.best_tokens[:rows], self._buffers.best_logits[:rows])
+        if self._model.ranks.size > 1:
+            from slipstream.engine.cpu.rank_parts import choose_best
+
+            first = self._model.vocabulary.start
+            found.logits, found.tokens = choose_best(
+                self._model.ranks, found.logits, found.tokens + first
+            )
+        return found

@@ -19,6 +19,7 @@ class StepParts:
     """What the parts of torch need to know about a step."""
 
     tokens: int
+    samples: int
     adapters: CpuStepAdapters | None = None
 
 

@@ -32,10 +32,8 @@ _OTHER_OPTIONS = {
 }
 
 
-def unsupported(spec: ModelSpec, dtype: str, ranks: int) -> str:
+def unsupported(spec: ModelSpec, dtype: str) -> str:
     """Return why the compiled path cannot run this model; empty: it can."""
-    if ranks > 1:
-        return f"the model is divided among {ranks} ranks"
     if dtype not in DTYPES:
         return f"activations are {dtype}"
     if spec.head_size % LANES or spec.head_size > MOST_HEAD_SIZE:
