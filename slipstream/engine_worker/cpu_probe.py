@@ -107,7 +107,7 @@ def runs_compiled(settings: EngineSettings, spec: ModelSpec | None) -> bool:
 
     if spec is None or machine.choose_level(settings.cpu_code)[0] is None:
         return False
-    return not unsupported(spec, COMPILED_DTYPE, settings.ranks or 1)
+    return not unsupported(spec, COMPILED_DTYPE)
 
 
 def _limit_spinning() -> None:

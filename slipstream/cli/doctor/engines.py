@@ -38,7 +38,7 @@ def describe_engine(settings: EngineSettings, spec: ModelSpec) -> str:
     level, reason = machine.choose_level(chosen)
     if level is not None:
         dtype = own or cpu_probe.COMPILED_DTYPE
-        reason = unsupported(spec, dtype, settings.ranks or 1)
+        reason = unsupported(spec, dtype)
         if not reason:
             return f"compiled code ({level.name}) in {dtype}"
     elif chosen == machine.OFF and machine.choose_level(settings.cpu_code)[0] is not None:
