@@ -17,9 +17,6 @@ from slipstream.model.families import (
     internlm,
     llama,
     llama4,
-    ministral,
-    mistral,
-    mixtral,
     nemotron,
     olmo,
     phi,
@@ -41,6 +38,7 @@ from slipstream.model.families.gpt import (
     mpt,
     opt,
 )
+from slipstream.model.families.mistral import ministral, mistral, mixtral
 from slipstream.model.families.qwen import qwen, qwen2, qwen2_moe, qwen3, qwen3_moe
 from slipstream.model.families.refused import describe_draft, describe_refused
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slipstream.model.families import mistral
 from slipstream.model.families.family import Family, UnsupportedModel
 from slipstream.model.families.hf_config import decoder_spec, layer_numbers, windowed_layers
 from slipstream.model.families.llama import WEIGHTS
+from slipstream.model.families.mistral import mistral
 from slipstream.model.spec import ModelSpec, QueryScaling
 
 VISION_WEIGHTS = replace(
