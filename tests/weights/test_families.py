@@ -654,8 +654,8 @@ def test_an_unsupported_option_is_refused_with_its_field_name(
         ({"architectures": ["LlavaForConditionalGeneration"]}, "it reads images"),
         ({"architectures": ["Qwen2VLForConditionalGeneration"]}, "it reads images"),
         ({"architectures": ["OtherForCausalLM"], "vision_config": {"a": 1}}, "it reads images"),
-        ({"architectures": ["BertModel"]}, "it is an encoder.*Qwen3-Embedding"),
-        ({"architectures": ["XLMRobertaForSequenceClassification"]}, "it is an encoder"),
+        ({"architectures": ["DistilBertModel"]}, "it is an encoder.*Qwen3-Embedding"),
+        ({"architectures": ["ElectraForSequenceClassification"]}, "it is an encoder"),
         ({"architectures": ["T5ForConditionalGeneration"]}, "an encoder and a decoder"),
         (
             {"architectures": ["OtherMoeForCausalLM"], "num_local_experts": 8},

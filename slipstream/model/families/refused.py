@@ -46,15 +46,15 @@ def describe_refused(config: dict[str, Any]) -> str:
         )
     if any(_ENCODERS.fullmatch(name) for name in names):
         return (
-            "it is an encoder; for embeddings and scores use a decoder model, such as "
-            "Qwen3-Embedding, Qwen3-Reranker or e5-mistral"
+            "it is an encoder of a kind that is not read; for embeddings and scores use BERT, "
+            "RoBERTa or XLM-RoBERTa, or a decoder such as Qwen3-Embedding or Qwen3-Reranker"
         )
     if config.get("is_encoder_decoder") or any(_ENCODER_DECODERS.fullmatch(one) for one in names):
         return "it has an encoder and a decoder, and only decoder models are served"
     if _has(config, _EXPERT_KEYS):
         return (
             "its experts are of a kind that is not read; models with experts that are: Mixtral, "
-            "Qwen2 MoE, Qwen3 MoE, DBRX, Llama 4"
+            "Qwen2 MoE, Qwen3 MoE, DBRX, Llama 4, DeepSeek V2 and V3, gpt-oss"
         )
     return ""
 
