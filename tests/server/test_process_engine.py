@@ -320,8 +320,7 @@ def test_silence_without_a_step_is_unusual_after_a_moment_whatever_was_before():
 
 def respond(responsiveness, state, ticks, busy=False, heard=True):
     for _ in range(ticks):
-        if heard:
-            responsiveness.note_message()
+        responsiveness.heard = heard
         responsiveness.note_state(state, 0.25)
         responsiveness.count_silence(0.25, busy=busy, on_cpu=True)
 

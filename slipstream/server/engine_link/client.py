@@ -280,7 +280,7 @@ class EngineClient:
         self._child.attach(self._on_message, self._on_exit, lambda: self._lost)
 
     def _on_message(self, message: FromEngine) -> None:
-        self._responsiveness.note_message()
+        self._responsiveness.heard = True
         if isinstance(message, StepOutputs):
             self._requests.deliver(message)
         elif isinstance(message, EngineStats):

@@ -69,7 +69,8 @@ class Responsiveness:
         """`longest_seconds`: the silence after which they are killed."""
         self._longest_seconds = longest_seconds
         self._silence = Silence(longest_seconds)
-        self._heard = False  # a message has come since silence was last counted
+        # a message has come since silence was last counted; the reader of messages sets it
+        self.heard = False
         self._state = EngineState()
         self._computed = False  # the processes have used a CPU between the last two states
         self._stopped_seconds = 0.0  # time since a signal has stopped one of them
@@ -77,9 +78,6 @@ class Responsiveness:
     @property
     def responds(self) -> bool:
         return not self._state.stopped and not self._silence.unusual
-
-    def note_message(self) -> None:
-        self._heard = True
 
     def note_state(self, state: EngineState, seconds: float) -> None:
         """Note the state of the processes this long after the last one."""
@@ -93,8 +91,8 @@ class Responsiveness:
         """Note that this much time has passed. busy: the engine has requests"""
         # A GPU, or another machine, may compute while no process here does.
         elsewhere = not on_cpu or self._state.cpu_seconds is None
-        self._silence.count(seconds, self._heard, self._computed, explained=busy and elsewhere)
-        self._heard = False
+        self._silence.count(seconds, self.heard, self._computed, explained=busy and elsewhere)
+        self.heard = False
 
     def find_hang(self) -> str:
         """Return why the processes are to be killed now, or an empty text."""
