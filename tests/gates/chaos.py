@@ -102,7 +102,7 @@ async def _stop_engine(folder: Path, streams: int) -> Row:
             os.kill(server.engine_process(), signal.SIGSTOP)
             unready = await until_status(client, server, _READY, 400)
             outcomes = await running
-            told = sum("it sent no message for 4 s" in outcome.error for outcome in outcomes)
+            told = sum("has been stopped by a signal" in outcome.error for outcome in outcomes)
             again = await until_status(client, server, _READY, 200)
             answer = await stream(client, server, 5, 3, 0)
     finally:
