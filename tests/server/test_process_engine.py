@@ -1,12 +1,14 @@
 """The engine process under its supervisor: real processes that are killed, hang or fail."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -227,6 +229,39 @@ async def test_counters_continue_when_another_process_takes_over(launch):
     await pool.release(engine, 5.0)
     assert shown("requests_finished_total") == 4
     await serve(another, 5)
+
+
+async def test_nothing_keeps_an_engine_that_was_replaced(launch):
+    pool = EnginePool({}, Supervision(), COMMAND)
+    failed = asyncio.ensure_future(pool.wait_failed())
+    engine = EngineClient("fine", command=COMMAND)
+    await engine.start()
+    pool.adopt("llm", engine)
+    await collect(submit(engine, [1], SamplingParams(max_tokens=5)))
+    pool.adopt("llm", await launch("another"))
+    await pool.release(engine, 5.0)
+    found = weakref.ref(engine)
+    del engine
+    await until(lambda: gc.collect() >= 0 and found() is None)
+    assert not failed.done()
+    failed.cancel()
+
+
+async def test_the_failure_of_an_engine_that_was_replaced_is_not_that_of_its_successor(launch):
+    pool = EnginePool({}, Supervision(), COMMAND)
+    failed = asyncio.ensure_future(pool.wait_failed())
+    former = await launch(restarts=0)
+    pool.adopt("llm", former)
+    # It fails after it was replaced, before it is released.
+    pool.adopt("llm", successor := await launch("another", restarts=0))
+    os.kill(former.process_id, signal.SIGKILL)
+    await until(lambda: former.failure is not None and former.process_id is None)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not failed.done()
+    os.kill(successor.process_id, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        assert "SIGKILL" in await failed
 
 
 async def test_process_with_a_hung_step_prints_its_stack_and_is_replaced(launch, capfd):
