@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gates.soak import slope
+from gates.soak import quarters, slope
 from gates.supply_chain import PINNED, read_pinned
 from gates.table import Row, show, summary
 
@@ -28,6 +28,12 @@ def test_the_slope_ignores_single_peaks() -> None:
     flat = [(float(second), 100.0) for second in range(20)]
     flat[7] = (7.0, 900.0)
     assert slope(flat) == 0.0
+
+
+def test_quarters_show_growth_that_the_slope_of_a_late_step_does_not() -> None:
+    late = [20.0] * 70 + [60.0] * 30
+    assert slope(list(enumerate(late))) == 0.0
+    assert quarters(late) == (20.0, 60.0)
 
 
 def test_the_tested_environment_has_one_version_of_each_package() -> None:
