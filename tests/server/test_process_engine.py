@@ -343,6 +343,43 @@ def test_silence_of_a_process_that_computes_is_a_step():
     assert silence.unusual
 
 
+def test_silence_of_a_process_that_computes_without_requests_is_a_hang():
+    silence = Silence(60.0)
+    for _ in range(5):  # 1.25 s
+        silence.count(0.25, heard=False, computed=True, in_step=False)
+    assert silence.unusual
+    silence.count(0.25, heard=False, computed=True, in_step=True)  # a request has come
+    assert not silence.unusual
+
+
+async def test_an_idle_process_that_spins_is_not_ready_long_before_it_is_replaced(launch):
+    engine = await launch("spin")
+    await until(lambda: not engine.ready)
+    assert engine.failure is None
+    assert not engine._restarts
+
+
+@pytest.mark.slow
+async def test_a_stopped_process_is_not_ready_within_two_seconds(launch):
+    engine = await launch(silence_seconds=3600.0)
+    begun = time.monotonic()
+    os.kill(engine.process_id, signal.SIGSTOP)
+    await until(lambda: not engine.ready)
+    assert time.monotonic() - begun < 2.0
+
+
+@pytest.mark.slow
+async def test_a_request_of_a_killed_process_has_the_reason_within_a_second(launch):
+    engine = await launch()
+    running = submit(engine, [1], LONG)
+    await anext(aiter(running))
+    begun = time.monotonic()
+    os.kill(engine.process_id, signal.SIGKILL)
+    _, last = await collect(running)
+    assert "SIGKILL" in last.error
+    assert time.monotonic() - begun < 1.0
+
+
 def test_silence_without_a_step_is_unusual_after_a_moment_whatever_was_before():
     silence = Silence(60.0)
     silence.count(12.0, heard=False)

@@ -404,7 +404,9 @@ class EngineClient:
             self._responsiveness.note_state(self._child.state, tick)
             if self._requests.serving:
                 on_cpu = self.info is not None and self.info.device == "cpu"
-                self._responsiveness.count_silence(tick, self._has_requests, on_cpu)
+                self._responsiveness.count_silence(
+                    tick, self._has_requests, on_cpu, all_known=self._frontends == 1
+                )
             if reason := self._responsiveness.find_hang():
                 await self._kill_hung(reason)
             elif self._requests.serving:
