@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gates.gates import run_gate
 from gates.soak import quarters, slope
 from gates.supply_chain import PINNED, read_pinned
 from gates.table import Row, show, summary
@@ -20,6 +21,17 @@ def test_a_row_that_was_not_tried_is_no_success_and_no_failure() -> None:
     assert "| b | no nginx | not tried |" in show("x", rows, 1.0)
     failed = summary({"x": rows, "y": [Row("c", "wrong", False)]})
     assert failed == "1 rows hold, 1 do NOT hold (y: c), 1 not tried (x: b)"
+
+
+async def test_an_exception_in_a_gate_is_a_row_beside_those_before_it(tmp_path: Path) -> None:
+    async def gate(folder: Path, long: bool, rows: list[Row]) -> None:
+        rows.append(Row("first", "right", True))
+        raise TimeoutError("too late")
+
+    assert await run_gate(gate, tmp_path, False) == [
+        Row("first", "right", True),
+        Row("the gate itself", "TimeoutError: too late", False),
+    ]
 
 
 def test_the_slope_ignores_single_peaks() -> None:

@@ -45,11 +45,11 @@ class _Sample:
     threads: int
 
 
-async def run(folder: Path, long: bool) -> list[Row]:
-    return await _soak(folder, 3600.0 if long else 20.0, long)
+async def run(folder: Path, long: bool, rows: list[Row]) -> None:
+    await _soak(folder, 3600.0 if long else 20.0, long, rows)
 
 
-async def _soak(folder: Path, seconds: float, long: bool) -> list[Row]:
+async def _soak(folder: Path, seconds: float, long: bool, rows: list[Row]) -> None:
     repository = write_site(folder)
     server = start_site(repository, folder / "server", f"--exit-timeout-secs={_EXIT_SECONDS}")
     try:
@@ -66,13 +66,12 @@ async def _soak(folder: Path, seconds: float, long: bool) -> list[Row]:
             client.cancel()
         await asyncio.gather(*clients)
         await traffic.close()
-        rows = [_answers(traffic), *_growth(samples, long), await _wait_cleared(server)]
+        rows += [_answers(traffic), *_growth(samples, long), await _wait_cleared(server)]
         await asyncio.sleep(_CHECK_SECONDS)
         rows.append(_unbroken(server, before))
         rows.append(await asyncio.to_thread(_end, server.process_id))
     finally:
         await asyncio.to_thread(server.close)
-    return rows
 
 
 def _end(process: int) -> Row:

@@ -25,6 +25,7 @@ HANG = 901
 DIE = 902
 REFUSE = 903
 COUNT_FROZEN_OBJECTS = 904
+ALLOCATE = 905
 
 
 @dataclass
@@ -123,6 +124,8 @@ class ScriptedLoop:
             raise RuntimeError("raised by order")
         if order == HANG:
             time.sleep(3600)
+        if order == ALLOCATE:
+            bytearray(1 << 32)  # more than a limit of memory allows
         if order == DIE:
             os.kill(os.getpid(), signal.SIGKILL)
 
