@@ -61,7 +61,7 @@ async def _without_bound(folder: Path, seconds: float, times: int, idle: int) ->
             slow += [_read_slowly(server) for _ in range(idle // 10)]
             leavers = asyncio.ensure_future(_leave(client, server))
             with HealthWatch(server.ports["HTTPService"]) as health:
-                loaded, outcomes = await _load(client, server, _ROWS * times, seconds)
+                loaded, outcomes = await _overload(client, server, times, seconds)
             leavers.cancel()
             for connection in slow:
                 connection.close()
@@ -114,7 +114,7 @@ async def _with_bound(folder: Path, seconds: float, times: int) -> list[Row]:
         async with new_client() as client:
             peak = await _find_peak(client, server, seconds)
             with HealthWatch(server.ports["HTTPService"]) as health:
-                loaded, outcomes = await _load(client, server, _ROWS * times, seconds)
+                loaded, outcomes = await _overload(client, server, times, seconds)
     finally:
         server.close()
     right = [one for one in outcomes if one.status == 200 and one.text == expected(5, _TOKENS)]
@@ -144,6 +144,15 @@ async def _find_peak(client: httpx.AsyncClient, server: TinyServer, seconds: flo
         for clients in (_ROWS // 2, _ROWS, _ROWS + _ROWS // 4)
     ]
     return max(found)
+
+
+async def _overload(
+    client: httpx.AsyncClient, server: TinyServer, times: int, seconds: float
+) -> tuple[float, list[Outcome]]:
+    """Return the most answers a second of two loads, as the peak is that of several; all answers."""
+    first, outcomes = await _load(client, server, _ROWS * times, seconds / 2)
+    second, more = await _load(client, server, _ROWS * times, seconds / 2)
+    return max(first, second), outcomes + more
 
 
 async def _load(
