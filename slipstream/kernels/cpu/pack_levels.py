@@ -19,7 +19,7 @@ from slipstream.kernels.cpu.quantised_layouts import FACTOR_BYTES, LAYOUT_OF, Le
 
 _LARGEST_SCALE = 1024.0  # of an output, after the division
 _HALF_GROUP = GROUP // 2
-_MOST_INT4_LEVELS = 16
+_MAX_INT4_LEVELS = 16
 
 
 class QuantisedRows(NamedTuple):
@@ -41,7 +41,7 @@ def choose_format(rows: QuantisedRows) -> WeightFormat | None:
     if rows.levels.shape[1] % GROUP or (not halves and rows.group % GROUP):
         return None
     lowest = int(rows.levels.min())
-    few = int(rows.levels.max()) - lowest < _MOST_INT4_LEVELS
+    few = int(rows.levels.max()) - lowest < _MAX_INT4_LEVELS
     if few:
         return WeightFormat.INT4_HALVES if halves else WeightFormat.INT4
     if rows.offsets is None:

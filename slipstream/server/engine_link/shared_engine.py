@@ -21,7 +21,7 @@ from slipstream.server.engine_link.link import StartOrder, new_socket_path, remo
 
 logger = logging.getLogger(__name__)
 
-_MOST_BYTES = 1 << 20  # of an order
+_MAX_BYTES = 1 << 20  # of an order
 
 
 class SharedEngine:
@@ -53,7 +53,7 @@ class SharedEngine:
         """Connect a server to the engine until the connection closes."""
         with connection:
             with connection.makefile("rb") as lines:
-                line = lines.readline(_MOST_BYTES)
+                line = lines.readline(_MAX_BYTES)
             try:
                 order = msgspec.json.decode(line, type=StartOrder)
             except msgspec.MsgspecError as error:
