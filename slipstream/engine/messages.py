@@ -251,7 +251,6 @@ class EngineStats:
     adapter_bytes: int = 0  # host memory of adapters
     adapter_loads: int = 0
     free_adapter_pages: int = 0  # pages in the device's memory for adapters
-    total_adapter_pages: int = 0
     # requests per bucket of QUEUE_SECONDS_BOUNDS
     queue_counts: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_SECONDS_BOUNDS) + 1))
     # the steps since the statistics before these, at most RECENT_STEPS; of several replicas: none

@@ -37,10 +37,10 @@ from slipstream.server.engine_link.link import (
     new_socket_path,
     remove_socket,
 )
-from slipstream.server.engine_link.process_state import ProcessState, read_state
 from slipstream.server.engine_link.silence import EngineState
 from slipstream.server.log.capture import Relay
 from slipstream.server.log.output import HANDLER
+from slipstream.server.log.process_state import ProcessState, read_state
 
 logger = logging.getLogger(__name__)
 
