@@ -192,7 +192,7 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step computed: entry i is row `rows[i]`, which computed `counts[i]` tokens."""
+    """The record of one step: entry i is row `rows[i]`, which computed `counts[i]` tokens."""
 
     started_us: int  # in microseconds since 1970
     rows: list[int]

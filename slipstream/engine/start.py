@@ -187,7 +187,7 @@ def _no_progress(phase: str, done: int, total: int) -> None:
 
 
 class _Prepared(NamedTuple):
-    """What every rank has."""
+    """The parts that every rank has."""
 
     spec: ModelSpec
     sizes: EngineSizes

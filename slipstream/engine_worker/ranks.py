@@ -211,7 +211,7 @@ def run_follower(engine_folder: str, settings: EngineSettings, place: RankPlace)
 
 @contextmanager
 def _one_interface(place: RankPlace) -> Iterator[None]:
-    """Let gloo and NCCL listen on one interface only: loopback if all ranks are on this machine,
+    """Make gloo and NCCL listen on one interface only: loopback if all ranks are on this machine,
     else the one that leads to rank 0, unless the environment names another.
     """
     before = {name: os.environ.get(name) for name in _INTERFACE_VARIABLES}

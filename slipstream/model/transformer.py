@@ -171,7 +171,7 @@ class Transformer:
                 layer.up_proj.prepare_gate()
 
     def set_attention_windows(self, windows: Sequence[int], sinks: int) -> None:
-        """Let layers attend to no more than these windows. Layer i takes window i, cyclically.
+        """Restrict the attention of layers to these windows. Layer i takes window i, cyclically.
 
         The first `sinks` tokens of a sequence are always attended to, as part of the window.
         """

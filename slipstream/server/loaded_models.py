@@ -54,7 +54,7 @@ class Status(NamedTuple):
 
 
 class LoadFailed(Exception):
-    """Why a model is UNAVAILABLE, in the words of the index: `Internal: …`."""
+    """The reason why a model is UNAVAILABLE, in the words of the index: `Internal: …`."""
 
 
 @dataclass

@@ -133,7 +133,7 @@ class Services:
         self.registry.wrap(self.metrics.count)
 
     def _share(self, frontends: Frontends, context: ServerContext) -> None:
-        """Let the other front ends follow this one, and this one know what they count."""
+        """Connect the front ends: the others follow this one, which gets their counts."""
         context.settle = frontends.settle
         context.collect_statistics = frontends.collect
         self.loader.after_change = frontends.settle

@@ -102,7 +102,7 @@ class DecodeBuffers:
 
 
 class DecodeOutputs(NamedTuple):
-    """What a decode step leaves in static memory."""
+    """The outputs of a decode step, in static memory."""
 
     logits: Tensor  # [rows, vocab]
     drawn: Drawn  # the tokens of the rows, which are already written to them
@@ -137,7 +137,7 @@ def record(run: Callable[[], Any], tokens: int, pool: Any) -> tuple[torch.cuda.C
 
 @dataclass(frozen=True, slots=True)
 class GraphContext:
-    """What every captured step uses. It lives as long as the graphs."""
+    """The model and the memory that captured steps use. It lives as long as the graphs."""
 
     model: Transformer
     cache: Tensor

@@ -311,8 +311,8 @@ class GpuRunner:
         )
 
     def _unpacks_long_prefix(self, positions: np.ndarray, counts: np.ndarray) -> bool:
-        """Whether rows with several new tokens gain more from unpacking their long prefix first,
-        which no captured graph does.
+        """Return whether rows with several new tokens gain more from unpacking their long prefix
+        first, which no captured graph does.
         """
         return bool(positions.max(initial=0) >= LARGE_TILES_FROM) and self._unpacks(
             positions, counts

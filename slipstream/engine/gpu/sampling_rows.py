@@ -180,7 +180,7 @@ class SamplingRows:
 
 
 def needs_torch_sampler(p: SamplingParams, vocab: int) -> bool:
-    """Return whether a row's parameters are beyond what the kernels know."""
+    """Return whether a row's parameters are not supported by the sampling kernels."""
     draws = not p.greedy
     narrow = p.top_p < 1.0 or p.min_p > 0.0
     return bool(

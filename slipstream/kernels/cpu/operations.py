@@ -26,7 +26,7 @@ class Header(IntEnum):
 
 
 class Rows(IntEnum):
-    """Which rows of a step an operation computes."""
+    """The rows of a step that an operation computes."""
 
     TOKENS = 0
     SAMPLES = 1  # tokens whose final states are computed
@@ -34,7 +34,7 @@ class Rows(IntEnum):
 
 
 class Format(IntEnum):
-    """How rows of activations are stored. The width of a row is a multiple of 32."""
+    """The storage of rows of activations. The width of a row is a multiple of 32."""
 
     F32 = 0
     BF16 = 1
@@ -52,7 +52,7 @@ def row_bytes(kind: Format, width: int) -> int:
 
 
 class WeightFormat(IntEnum):
-    """How the weights of 32 outputs are packed; see pack.py and pack_levels.py."""
+    """The packed layout of the weights of 32 outputs; see pack.py and pack_levels.py."""
 
     F32 = 0
     BF16 = 1
@@ -64,7 +64,7 @@ class WeightFormat(IntEnum):
 
 
 class TableFormat(IntEnum):
-    """How embeddings are stored: as packed weights of these formats, or row by row."""
+    """The storage of embeddings: as packed weights of these formats, or row by row."""
 
     F32 = WeightFormat.F32
     BF16 = WeightFormat.BF16
@@ -78,7 +78,7 @@ class TableFormat(IntEnum):
 
 
 class Epilogue(IntEnum):
-    """What a linear layer does with its result."""
+    """The operation on the result of a linear layer."""
 
     STORE = 0
     ADD = 1  # to the float32 target

@@ -206,7 +206,7 @@ class EngineChild:
 
     @property
     def awaits_hosts(self) -> bool:
-        """Whether ranks on other machines cannot be started yet."""
+        """Return whether ranks on other machines cannot be started yet."""
         return any(rank.awaited for rank in self._remote)
 
     @property
@@ -215,7 +215,7 @@ class EngineChild:
 
     @property
     def state(self) -> EngineState:
-        """What the kernels of all machines say about the processes."""
+        """Return the state of all processes, from the kernels of all machines."""
         states = [rank.state for rank in self._ranks]
         stopped = [
             rank.label.removesuffix(": ") or "it"
@@ -340,10 +340,10 @@ def _name_rank(rank: int, on_message: Callable[[FromEngine], None], message: Fro
 def child_environment() -> dict[str, str]:
     """Return the environment of a Python process that is started with -P.
 
-    PYTHONPATH leads it to a checkout; an installed package is found without.
+    If Slipstream runs from a checkout, PYTHONPATH includes it.
     """
-    # Weights in huge pages: each decode step streams through all of them, and small pages make it
-    # a fifth slower.
+    # Weights in huge pages: a decode step reads all of them, and takes a fifth longer with small
+    # pages.
     environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | dict(os.environ)
     for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, CLUSTER_KEY_VARIABLE):
         # keys of the server, which the code of a model must not see

@@ -61,7 +61,7 @@ class EngineStartFailed(Exception):
 
 @dataclass(frozen=True)
 class Supervision:
-    """When an engine process is restarted, and when it has failed for good."""
+    """The limits of an engine process: restarts, silence, and the duration of a start."""
 
     restarts: int = 3  # restarts allowed within the window
     window_seconds: float = 600.0
@@ -125,7 +125,7 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        """Whether it serves, accepts new work and responds, or will when a request comes."""
+        """Return whether it serves, accepts new work and responds, or will when a request comes."""
         if self._requests.asleep:
             return self.failure is None and not self._requests.draining
         accepts = self._requests.serving and not self._requests.draining
@@ -133,7 +133,7 @@ class EngineClient:
 
     @property
     def failure(self) -> str | None:
-        """Why it does not serve; None while it serves or loads for the first time."""
+        """Return why it does not serve; None while it serves or loads for the first time."""
         return self._requests.failure
 
     @property
@@ -183,7 +183,7 @@ class EngineClient:
 
     @property
     def serving(self) -> bool:
-        """Whether there is a process that serves."""
+        """Return whether there is a process that serves."""
         return self._child is not None and self._requests.serving
 
     def watch_outstanding(self, on_count: Callable[[int], None]) -> None:
@@ -407,7 +407,7 @@ class EngineClient:
 
     @property
     def _has_requests(self) -> bool:
-        """Whether there are requests, of any front end."""
+        """Return whether there are requests, of any front end."""
         stats = self._process_stats
         return bool(self.outstanding or stats.running or stats.waiting)
 

@@ -239,7 +239,7 @@ class Replicas:
 
     @property
     def ready(self) -> bool:
-        """Whether a replica serves, accepts new work and makes progress."""
+        """Return whether a replica serves, accepts new work and makes progress."""
         return any(client.ready for client in self.clients)
 
     @property

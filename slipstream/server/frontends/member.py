@@ -220,7 +220,7 @@ class Member:
         self._send(messages.StopRequests(model, request_id))
 
     async def close(self, seconds: float) -> None:
-        """Let the process finish its responses for this long, and end it."""
+        """Give the process this long to finish its responses, and end it."""
         self.leaving = True
         self.stop_listening()
         if self._process is None:
