@@ -14,7 +14,7 @@ from slipstream.engine_worker.code_trial import choose_code
 from slipstream.engine_worker.cpu_probe import CpuChoice, choose
 from slipstream.engine_worker.process import start_real_engine
 from slipstream.kernels.cpu import machine, objects, trial
-from slipstream.kernels.cpu.compiler.levels import BY_NAME, LEVELS, possible_levels
+from slipstream.kernels.cpu.compiler.instruction_levels import BY_NAME, LEVELS, possible_levels
 from slipstream.kernels.cpu.operations import WeightFormat
 from slipstream.weights.build import build_engine
 from slipstream.weights.home import cpu_code_folder

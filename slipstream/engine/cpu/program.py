@@ -11,7 +11,6 @@ from slipstream.engine.cpu.model import CpuModel, LayerWeights, LinearWeights, N
 from slipstream.engine.cpu.step_parts import Segment
 from slipstream.kernels.adapter_layout import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
 from slipstream.kernels.cpu.layout import BLOCK, LANES
-from slipstream.kernels.cpu.levels import LAYOUT_OF
 from slipstream.kernels.cpu.memory import aligned, aligned_rows, round_up
 from slipstream.kernels.cpu.operations import (
     ACTIVATIONS,
@@ -32,6 +31,7 @@ from slipstream.kernels.cpu.operations import (
     encode,
     row_bytes,
 )
+from slipstream.kernels.cpu.quantised_layouts import LAYOUT_OF
 
 NO_WINDOW = 2**30  # larger than any position
 _PART = 4096  # tokens of a part of the vocabulary

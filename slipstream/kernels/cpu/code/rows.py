@@ -19,7 +19,6 @@ from slipstream.kernels.cpu.compiler.values import (
     vector,
 )
 from slipstream.kernels.cpu.layout import BLOCK, GROUP, PART_FLOATS, SINGLE_PARTS
-from slipstream.kernels.cpu.levels import LAYOUTS
 from slipstream.kernels.cpu.operations import (
     Context,
     Copy,
@@ -32,6 +31,7 @@ from slipstream.kernels.cpu.operations import (
     TableFormat,
     Thread,
 )
+from slipstream.kernels.cpu.quantised_layouts import LAYOUTS
 
 MINUS_INFINITY = float("-inf")
 

@@ -12,7 +12,7 @@ from slipstream.kernels.cpu.code import (
     rows,
 )
 from slipstream.kernels.cpu.compiler.function import Function, Module
-from slipstream.kernels.cpu.compiler.levels import Level
+from slipstream.kernels.cpu.compiler.instruction_levels import Level
 from slipstream.kernels.cpu.compiler.values import I64, Value
 from slipstream.kernels.cpu.operations import (
     KINDS,
