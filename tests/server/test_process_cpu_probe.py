@@ -153,7 +153,7 @@ def test_compiled_code_computes_in_bfloat16_on_every_cpu(old_cpu, monkeypatch):
 
 @pytest.mark.parametrize(
     ("settings", "heads"),
-    [({"ranks": 2}, 16), ({"cpu_code": "off"}, 16), ({}, 8), ({"cpu_code": "avx512"}, 16)],
+    [({"cpu_code": "off"}, 16), ({}, 8), ({"cpu_code": "avx512"}, 16)],
     ids=str,
 )
 def test_where_torch_computes_it_decides_the_format(old_cpu, settings, heads):
