@@ -172,7 +172,7 @@ def test_the_reason_for_torch_is_that_of_the_engine(
     assert line == "torch in float16: activations are float16"
     two = EngineSettings(device="cpu", ranks=2)
     line = doctor_engines.describe_engine(two, spec)
-    assert line == "torch in float32: the model is divided among 2 ranks"
+    assert line == f"compiled code ({best_level().name}) in bfloat16"
     assert doctor_engines.describe_engine(EngineSettings(device="cuda"), spec) == "GPU"
 
 
