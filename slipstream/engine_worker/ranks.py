@@ -164,7 +164,7 @@ def start_own_ranks(engine_folder: str, settings: EngineSettings) -> EngineLoop:
     """
     config = read_engine_config(engine_folder)
     check_ranks(config.spec, config.quantisation, settings.ranks or 1)
-    settings = cpu_probe.prepare(settings)
+    settings = cpu_probe.prepare(settings, config.spec)
     followers = FollowerProcesses(ENGINE_COMMAND, engine_folder, settings)
     wait_for_failure = partial(followers.find_failure, _FAILURE_SECONDS)
     try:
@@ -190,7 +190,7 @@ def start_own_ranks(engine_folder: str, settings: EngineSettings) -> EngineLoop:
 
 def run_follower(engine_folder: str, settings: EngineSettings, place: RankPlace) -> None:
     """Follow the leading rank until it ends this one."""
-    settings = cpu_probe.prepare(settings)
+    settings = cpu_probe.prepare(settings, read_engine_config(engine_folder).spec)
     store = open_store(place)
     if place.local is None:
         link = LeaderLink(place.sockets[place.rank - 1])
