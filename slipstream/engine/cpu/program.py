@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
-from slipstream.engine.cpu.model import CpuModel, LayerWeights, LinearWeights, NormWeights
+from slipstream.engine.cpu.attention_program import (
+    address_of,
+    attention_operations,
+    heads_operation,
+    merge_operation,
+)
+from slipstream.engine.cpu.buffers import PART, Activations, Buffers, Cache
+from slipstream.engine.cpu.model import (
+    CpuModel,
+    HeadNorms,
+    LayerWeights,
+    LinearWeights,
+    NormWeights,
+)
 from slipstream.engine.cpu.step_parts import Segment
 from slipstream.kernels.adapter_layout import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
-from slipstream.kernels.cpu.layout import BLOCK, LANES
 from slipstream.kernels.cpu.levels import LAYOUT_OF
-from slipstream.kernels.cpu.memory import aligned, aligned_rows, round_up
 from slipstream.kernels.cpu.operations import (
     ACTIVATIONS,
-    Attention,
     Copy,
     Embed,
     Entry,
@@ -23,78 +33,16 @@ from slipstream.kernels.cpu.operations import (
     Format,
     Likeliest,
     Linear,
-    Merge,
     Norm,
     Refine,
-    Rope,
     Rows,
     Softcap,
+    TableFormat,
     encode,
-    row_bytes,
 )
 
-NO_WINDOW = 2**30  # larger than any position
-_PART = 4096  # tokens of a part of the vocabulary
 # Several times what quantised weights shift a logit by.
 _REFINED_MARGIN = 3.0
-_ELEMENTS = {Format.F32: np.float32, Format.BF16: np.uint16, Format.INT8: np.uint8}
-
-
-@dataclass(frozen=True)
-class Cache:
-    """Where the keys and values of a runner are: [layers, 2, kv_heads, slots, head_size]."""
-
-    address: int
-    layer_bytes: int
-    values_offset: int  # from the keys of a layer to its values
-    head_bytes: int  # of a KV head of a layer
-
-
-class Activations:
-    """Rows that linear layers take, in the format of their weights."""
-
-    def __init__(self, rows: int, width: int) -> None:
-        self._rows = rows
-        self._width = width
-        self._memory = aligned(rows * row_bytes(Format.F32, width))
-
-    def view(self, kind: Format) -> np.ndarray:
-        """Return the rows in a format: float32, bfloat16 as uint16, or bytes."""
-        row = row_bytes(kind, self._width)
-        found = self._memory[: self._rows * row]
-        return found.view(_ELEMENTS[kind]).reshape(self._rows, -1)
-
-
-class Buffers:
-    """The memory of a step with up to `tokens` tokens."""
-
-    def __init__(self, model: CpuModel, tokens: int, threads: int) -> None:
-        spec = model.spec
-        self.tokens = tokens
-        width = np.float32 if model.format is Format.F32 else np.uint16
-        rows = max(tokens, threads)  # in a private step each thread has a row of its own
-        attended = round_up(spec.q_size, BLOCK)
-        self.hidden = aligned_rows(tokens, model.width, np.float32)
-        self.chosen = aligned_rows(tokens, model.width, np.float32)  # hidden of the samples
-        self.x = Activations(rows, model.width)
-        self.second_x = Activations(rows, model.width)
-        self.attended_x = Activations(rows, attended)
-        self.states = Activations(rows, model.width)  # of the samples, normalised
-        self.float_states = aligned_rows(tokens, model.width, np.float32)
-        # float32 rows in front of another format
-        self.plain = aligned_rows(tokens, max(model.width, attended), np.float32)
-        self.delta = aligned_rows(tokens, model.width, np.float32)
-        self.qkv = aligned_rows(tokens, round_up(spec.qkv_size, BLOCK), np.float32)
-        self.queries = aligned_rows(tokens, spec.q_size, width)
-        self.attended = aligned_rows(tokens, attended, np.float32)
-        self.middle = Activations(tokens, model.middle_width)
-        self.middle_x = Activations(rows, model.middle_width)
-        # the halves of a gated layer, or the outputs of another one, before the activation
-        half = round_up(spec.ffn_size, LANES)
-        self.up = aligned_rows(tokens, half * 2, np.float32)
-        self.parts = -(-len(model.vocabulary) // _PART)
-        self.best_tokens = aligned_rows(tokens, self.parts, np.int64)
-        self.best_logits = aligned_rows(tokens, self.parts, np.float32)
 
 
 class ProgramWriter:
@@ -127,33 +75,59 @@ class ProgramWriter:
             self._segments.append(encode(self.entries))
         self.entries = []
 
-    def _adapt(self, index: int, linear: int, x: np.ndarray, y: Sequence[np.ndarray]) -> None:
-        """Let torch add the adapters' output for x to y, the parts of a linear layer's output."""
+    def _adapt(
+        self, index: int, linear: int, x: np.ndarray, y: Sequence[np.ndarray], scale: float = 1.0
+    ) -> None:
+        """Let torch add the adapters' output for x, times scale, to y, the parts of a linear
+        layer's output.
+        """
         if self.adapted:
             from slipstream.engine.cpu.adapter_parts import AdapterPart
 
             self._end_segment()
-            self._segments.append(AdapterPart(index, linear, x, y))
+            self._segments.append(AdapterPart(index, linear, x, y, scale))
 
     def _add(self, operation: object, rows: Rows = Rows.TOKENS, **flags: bool) -> None:
         self.entries.append(Entry(operation, rows, **flags))  # type: ignore[arg-type]
 
     def _embed(self) -> None:
-        table = self.model.embedding
-        learned = self.model.learned_positions
+        model = self.model
+        table = model.embedding
         hidden = self.buffers.hidden
+        embed = Embed(
+            target=address_of(hidden),
+            target_stride=hidden.strides[0],
+            table=table.address,
+            table_format=table.format,
+            size=self.spec.hidden_size,
+            block_bytes=table.stride,
+            scale=model.embedding_scale,
+            positions=address_of(model.learned_positions),
+        )
+        if model.project_in is not None:
+            self._look_up_and_project(embed, model.project_in)
+            embed = replace(embed, table_format=TableFormat.NONE)
+        self._add(embed)
+        if model.embedding_norm is not None:
+            self._norm(model.embedding_norm, hidden, hidden, Format.F32, shared=True)
+
+    def _look_up_and_project(self, embed: Embed, project_in: LinearWeights) -> None:
+        """Write projected embeddings of another size to the residual stream."""
+        small = self.buffers.projected
         self._add(
-            Embed(
-                target=_address(hidden),
-                target_stride=hidden.strides[0],
-                table=table.address,
-                table_format=table.format,
-                size=self.spec.hidden_size,
-                block_bytes=table.stride,
-                scale=self.model.embedding_scale,
-                positions=_address(learned),
+            replace(
+                embed,
+                target=address_of(small),
+                target_stride=small.strides[0],
+                size=self.spec.embedding_size,
+                scale=1.0,
+                positions=0,
+                takes_given=0,
             )
         )
+        x = self.buffers.x.view(project_in.takes)
+        self._copy(small, x, project_in.takes, Rows.TOKENS, alone=True)
+        self._linear(project_in, x, self.buffers.hidden, own=True)
 
     def _layer(self, index: int, layer: LayerWeights, is_last: bool) -> None:
         spec = self.spec
@@ -162,7 +136,8 @@ class ProgramWriter:
         if spec.parallel_residual:
             self._up(index, layer, hidden, buffers.second_x, Rows.TOKENS)
         kind = layer.qkv.takes
-        x = self._norm_for(layer.input_norm, hidden, buffers.x, kind, Rows.TOKENS)
+        norm = None if spec.norms_after else layer.input_norm
+        x = self._norm_for(norm, hidden, buffers.x, kind, Rows.TOKENS)
         self._linear(layer.qkv, buffers.x.view(kind), buffers.qkv, own=True)
         self._adapt(index, QKV, x, [buffers.qkv[:, : spec.qkv_size]])
         self._attention(index, layer)
@@ -170,7 +145,7 @@ class ProgramWriter:
         # After the last layer only sampled tokens are used; of the others, keys and values are
         # enough.
         chooses = is_last and not self._gathers_late
-        attended = self._merge(layer.dense.takes, chooses)
+        attended = self._merge(layer, chooses)
         if chooses:
             rows = Rows.SAMPLES
             self._copy(hidden, buffers.chosen, Format.F32, rows, gather=True)
@@ -178,6 +153,8 @@ class ProgramWriter:
         x = buffers.attended_x.view(layer.dense.takes)
         adapter = (index, O_PROJ, attended)
         self._add_to(layer.dense, x, hidden, layer.attended_norm, rows, True, adapter)
+        if spec.norms_after:
+            self._normalise(layer.input_norm, hidden, rows)
         if not spec.parallel_residual:
             self._up(index, layer, hidden, buffers.x, rows)
         kind = layer.down.takes
@@ -189,6 +166,13 @@ class ProgramWriter:
             self._copy(middle, x, kind, rows, alone=True)
         own = x is not middle
         self._add_to(layer.down, x, hidden, layer.mlp_norm, rows, own, adapter)
+        if spec.norms_after:
+            self._normalise(layer.post_norm, hidden, rows)
+
+    def _normalise(self, norm: NormWeights | None, hidden: np.ndarray, rows: Rows) -> None:
+        """Normalise the residual stream itself."""
+        assert norm is not None
+        self._norm(norm, hidden, hidden, Format.F32, rows, shared=True)
 
     def _middle_format(self, layer: LayerWeights) -> Format:
         """Return the format that the activation between the MLP's linear layers is stored in."""
@@ -207,7 +191,7 @@ class ProgramWriter:
         """Compute the MLP up to its activation."""
         gated = self.spec.gated_mlp
         kind = layer.up.takes
-        norm = layer.post_norm or layer.input_norm
+        norm = None if self.spec.norms_after else layer.post_norm or layer.input_norm
         plain = self._norm_for(norm, hidden, target, kind, rows)
         x = target.view(kind)
         middle = self.buffers.middle.view(self._middle_format(layer))
@@ -222,7 +206,7 @@ class ProgramWriter:
         size = self.spec.ffn_size
         parts = [up[:, :half], up[:, half:]] if gated else [up]
         epilogue = Epilogue.SPLIT if gated else Epilogue.STORE
-        self._linear(layer.up, x, up, epilogue, rows, own=True, second=_address(parts[-1]))
+        self._linear(layer.up, x, up, epilogue, rows, own=True, second=address_of(parts[-1]))
         chosen = [part[:, :size] for part in parts]
         self._adapt(index, UP_PROJ, plain, chosen)
         self._segments.append(ApplyGate(self.spec.activation, chosen, middle[:, :size]))
@@ -243,9 +227,13 @@ class ProgramWriter:
         """
         alone = self.model.ranks.size == 1
         target = hidden if norm is None and alone else self.buffers.delta
-        epilogue = Epilogue.ADD if target is hidden else Epilogue.STORE
+        epilogue = Epilogue.STORE
+        scale = 1.0
+        if target is hidden:
+            scale = self.spec.residual_scale
+            epilogue = Epilogue.ADD if scale == 1.0 else Epilogue.ADD_SCALED
         self._linear(weights, x, target, epilogue, rows, own)
-        self._adapt(*adapter, [target[:, : self.spec.hidden_size]])
+        self._adapt(*adapter, [target[:, : self.spec.hidden_size]], scale)
         if not alone:
             self._sum(hidden if norm is None else None, rows)
         if norm is not None:
@@ -256,18 +244,26 @@ class ProgramWriter:
         from slipstream.engine.cpu.rank_parts import SumPart
 
         self._end_segment()
-        part = SumPart(self.model.ranks, self.buffers.delta, hidden, rows is Rows.SAMPLES)
+        samples = rows is Rows.SAMPLES
+        scale = self.spec.residual_scale
+        part = SumPart(self.model.ranks, self.buffers.delta, hidden, samples, scale)
         self._segments.append(part)
 
     def _norm_for(
         self,
-        norm: NormWeights,
+        norm: NormWeights | None,
         source: np.ndarray,
         target: Activations,
         kind: Format,
         rows: Rows,
     ) -> np.ndarray:
-        """Normalise rows into the format of a linear layer. Return what its adapters take."""
+        """Normalise rows into the format of a linear layer. Return what its adapters take.
+
+        norm: None: the linear layer takes the rows as they are
+        """
+        if norm is None:
+            self._copy(source, target.view(kind), kind, rows, alone=True)
+            return source[:, : self.spec.hidden_size]
         plain = self.buffers.plain[:, : self.spec.hidden_size]
         if self.adapted:  # adapters take numbers that torch has
             self._norm(norm, source, self.buffers.plain, Format.F32, rows, shared=True)
@@ -290,16 +286,16 @@ class ProgramWriter:
         """shared: in a private step the threads have one target, not one each"""
         one = adds or shared
         operation = Norm(
-            source=_address(source),
+            source=address_of(source),
             source_stride=source.strides[0],
             gather=gather,
-            target=_address(target),
+            target=address_of(target),
             target_stride=target.strides[0],
             target_own=0 if one else target.strides[0],
             format=kind,
             adds=adds,
-            weight=_address(norm.weight),
-            bias=_address(norm.bias),
+            weight=address_of(norm.weight),
+            bias=address_of(norm.bias),
             size=self.spec.hidden_size,
             width=self.model.width,
             epsilon=self.spec.norm_epsilon,
@@ -319,10 +315,10 @@ class ProgramWriter:
     ) -> None:
         """width: elements of a row; 0: those of the source"""
         operation = Copy(
-            source=_address(source),
+            source=address_of(source),
             source_stride=source.strides[0],
             gather=gather,
-            target=_address(target),
+            target=address_of(target),
             target_stride=target.strides[0],
             target_own=target.strides[0] if alone else 0,
             format=kind,
@@ -352,88 +348,74 @@ class ProgramWriter:
                 block_bytes=packed.block_bytes,
                 blocks=packed.blocks,
                 inputs=packed.inputs,
-                x=_address(x),
+                x=address_of(x),
                 x_stride=x.strides[0],
                 x_own=x.strides[0] if own else 0,
-                target=_address(target) + 4 * start,
+                target=address_of(target) + 4 * start,
                 target_stride=weights.outputs * 4 if target is None else target.strides[0],
                 epilogue=epilogue,
-                bias=0 if weights.bias is None else _address(weights.bias) + 4 * start,
+                bias=0 if weights.bias is None else address_of(weights.bias) + 4 * start,
                 format=kind,
                 activation=ACTIVATIONS.index(self.spec.activation),
                 second=second,
                 exact=weights.exact and packed.format in LAYOUT_OF,
+                scale=self.spec.residual_scale,
             )
             start += packed.outputs
             # Two parts may be computed at the same time. Work counters serve no more.
             self._add(operation, rows, barrier=number > 0 or len(weights.parts) == 1)
 
     def _attention(self, index: int, layer: LayerWeights) -> None:
-        spec = self.spec
-        buffers = self.buffers
-        keys = self.cache.address + index * self.cache.layer_bytes
-        values = keys + self.cache.values_offset
-        cosine, sine = self.model.rope.get(layer.theta, (None, None))
-        rope = Rope(
-            source=_address(buffers.qkv),
-            source_stride=buffers.qkv.strides[0],
-            queries=_address(buffers.queries),
-            query_stride=buffers.queries.strides[0],
-            format=self.model.format,
-            keys=keys,
-            values=values,
-            head_stride=self.cache.head_bytes,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_size=spec.head_size,
-            cosine=_address(cosine),
-            sine=_address(sine),
-            half=self.model.half,
-            q_norm=_address(layer.q_norm),
-            k_norm=_address(layer.k_norm),
-            epsilon=spec.norm_epsilon,
-        )
-        self._add(rope)
-        rule = layer.rule
-        attention = Attention(
-            queries=rope.queries,
-            query_stride=rope.query_stride,
-            format=self.model.format,
-            keys=keys,
-            values=values,
-            head_stride=self.cache.head_bytes,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_size=spec.head_size,
-            target=_address(buffers.attended),
-            target_stride=buffers.attended.strides[0],
-            scale=rule.scale,
-            softcap=rule.softcap,
-            window=NO_WINDOW if rule.window is None else rule.window,
-            sinks=0 if rule.window is None else rule.sinks,
-        )
-        self._add(attention)
+        self._change_heads(layer)
+        for operation in attention_operations(self.model, self.buffers, self.cache, index, layer):
+            self._add(operation)
 
-    def _merge(self, kind: Format, gather: bool) -> np.ndarray:
+    def _change_heads(self, layer: LayerWeights) -> None:
+        """Change queries, keys and values before RoPE."""
+        norms = layer.head_norms
+        clip = self.spec.qkv_clip
+        model = self.model
+        if norms is not None and norms.together and model.ranks.size > 1:
+            if clip:
+                self._add(heads_operation(model, self.buffers, clip, None, None))
+            self._normalise_all_heads(norms)
+            clip = 0.0
+            norms = None
+        if clip or norms is not None or layer.query_scales is not None:
+            self._add(heads_operation(model, self.buffers, clip, norms, layer.query_scales))
+
+    def _normalise_all_heads(self, norms: HeadNorms) -> None:
+        """Normalise queries and keys over the heads of all ranks."""
+        from slipstream.engine.cpu.rank_parts import HeadNormPart
+
+        spec = self.spec
+        queries, keys, _ = np.split(
+            self.buffers.qkv[:, : spec.qkv_size], (spec.q_size, spec.q_size + spec.kv_size), axis=1
+        )
+        weights = (norms.q_weight, norms.k_weight)
+        self._end_segment()
+        part = HeadNormPart(self.model.ranks, (queries, keys), weights, spec.norm_epsilon)
+        self._segments.append(part)
+
+    def _merge(self, layer: LayerWeights, gather: bool) -> np.ndarray:
         """Merge the results of attention into the format of the output projection. Return what its
         adapters take.
         """
         buffers = self.buffers
+        kind = layer.dense.takes
         width = buffers.attended.shape[1]
         target = buffers.attended_x.view(kind)
         plain = buffers.plain
         goal = plain if self.adapted else target
-        operation = Merge(
-            source=_address(buffers.attended),
-            source_stride=buffers.attended.strides[0],
+        operation = merge_operation(
+            self.model,
+            buffers,
+            layer,
             gather=gather,
-            target=_address(goal),
+            target=address_of(goal),
             target_stride=goal.strides[0],
             target_own=0 if self.adapted else goal.strides[0],
             format=Format.F32 if self.adapted else kind,
-            width=width,
-            heads=self.spec.heads,
-            head_size=self.spec.head_size,
         )
         rows = Rows.SAMPLES if gather else Rows.TOKENS
         self._add(operation, rows, alone=not self.adapted)
@@ -449,31 +431,48 @@ class ProgramWriter:
         source = buffers.hidden if gather else buffers.chosen
         kind = model.head.takes
         states = buffers.states.view(kind)
+        final_norm = model.final_norm
+        if model.project_out is not None:
+            source = self._project_out(model.project_out, source, gather)
+            gather = False
+            final_norm = None
         for target, form in ((buffers.float_states, Format.F32), (states, kind)):
             is_shared = form is Format.F32 and target is buffers.float_states
-            if model.final_norm is None:
+            if final_norm is None:
                 self._copy(source, target, form, Rows.SAMPLES, gather, not is_shared)
                 continue
-            norm = model.final_norm
             flags = {"gather": gather, "shared": is_shared}
-            self._norm(norm, source, target, form, Rows.SAMPLES, **flags)
+            self._norm(final_norm, source, target, form, Rows.SAMPLES, **flags)
         self._linear(model.head, states, None, rows=Rows.LOGITS, own=True)
         stride = model.head.outputs * 4
         self._refine(stride)
-        if spec.final_softcap:
+        if spec.final_softcap or spec.logit_scale != 1.0:
             width = model.head.outputs
-            self._add(Softcap(0, stride, width, spec.final_softcap), Rows.LOGITS)
+            bound = Softcap(0, stride, width, spec.final_softcap, spec.logit_scale)
+            self._add(bound, Rows.LOGITS)
         self._add(
             Likeliest(
                 stride=stride,
                 vocabulary=len(model.vocabulary),
-                part=_PART,
+                part=PART,
                 parts=buffers.parts,
-                tokens=_address(buffers.best_tokens),
-                logits=_address(buffers.best_logits),
+                tokens=address_of(buffers.best_tokens),
+                logits=address_of(buffers.best_logits),
             ),
             Rows.LOGITS,
         )
+
+    def _project_out(self, weights: LinearWeights, source: np.ndarray, gather: bool) -> np.ndarray:
+        """Return the final states in the size of the embeddings, which the head takes."""
+        kind = weights.takes
+        x = self.buffers.x.view(kind)
+        norm = self.model.final_norm
+        if norm is None:
+            self._copy(source, x, kind, Rows.SAMPLES, gather, alone=True)
+        else:
+            self._norm(norm, source, x, kind, Rows.SAMPLES, gather=gather)
+        self._linear(weights, x, self.buffers.projected, rows=Rows.SAMPLES, own=True)
+        return self.buffers.projected
 
     def _refine(self, stride: int) -> None:
         """Compute the largest logits again if there are weights that are not quantised."""
@@ -484,17 +483,13 @@ class ProgramWriter:
         operation = Refine(
             stride=stride,
             vocabulary=len(self.model.vocabulary),
-            states=_address(states),
+            states=address_of(states),
             states_stride=states.strides[0],
             table=table.address + self.model.vocabulary.start * table.stride,
             table_format=table.format,
             row_bytes=table.stride,
-            size=self.spec.hidden_size,
-            bias=_address(self.model.head.bias),
+            size=self.spec.embedding_width,
+            bias=address_of(self.model.head.bias),
             margin=_REFINED_MARGIN,
         )
         self._add(operation, Rows.LOGITS)
-
-
-def _address(array: np.ndarray | None) -> int:
-    return 0 if array is None else int(array.ctypes.data)

@@ -75,6 +75,7 @@ class TableFormat(IntEnum):
     INT8_HALVES = WeightFormat.INT8_HALVES
     F32_ROWS = 8
     BF16_ROWS = 9
+    NONE = 10  # the rows are there already
 
 
 class Epilogue(IntEnum):
@@ -85,9 +86,10 @@ class Epilogue(IntEnum):
     GATE = 2  # activation(first 16 outputs of a block) × last 16
     ACTIVATE = 3
     SPLIT = 4  # first 16 outputs of a block to the target, last 16 to `second`
+    ADD_SCALED = 5  # as ADD, times `scale`
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
 
 
 class Context(IntEnum):
@@ -166,6 +168,7 @@ class Embed(Operation):
     block_bytes: int  # of 32 packed outputs, or of a row
     scale: float
     positions: int  # address of learned positions, float32 [positions, size]; 0: none
+    takes_given: int = 1  # 1: given embeddings replace those of the table
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,29 @@ class Linear(Operation):
     activation: int
     second: int
     exact: int = 0  # 1: quantised weights take activations of bfloat16, not of 8 bits
+    scale: float = 1.0  # of ADD_SCALED
+
+
+@dataclass(frozen=True)
+class Heads(Operation):
+    """Change queries, keys and values in place before RoPE: bounds, norms that RoPE does not have,
+    and scales that depend on the position.
+    """
+
+    source: int  # float32 [tokens, heads + 2 kv_heads, head_size]
+    source_stride: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    clip: float  # bound of all numbers; 0: none
+    q_weight: int  # float32 [heads × head_size]; 0: no norms
+    q_bias: int  # 0: none
+    k_weight: int
+    k_bias: int
+    layer: int  # 1: layer norms
+    together: int  # 1: one norm over all heads
+    epsilon: float
+    scales: int  # factors of the queries, float32 [positions]; 0: none
 
 
 @dataclass(frozen=True)
@@ -262,6 +288,12 @@ class Attention(Operation):
     softcap: float
     window: int  # larger than any position: none
     sinks: int
+    chunk: int = 0  # positions: tokens attend within chunks of this length; 0: no chunks
+    # A score falls by the slope of the head with each position. float32 [heads]; 0: it does not
+    slopes: int = 0
+    slope_scale: float = 1.0
+    slopes_rounded: int = 0  # 1: slope × position is rounded to bfloat16
+    sink_logits: int = 0  # float32 [heads], beside the scores of a head; 0: none
 
 
 @dataclass(frozen=True)
@@ -278,6 +310,7 @@ class Merge(Operation):
     width: int
     heads: int
     head_size: int
+    sink_logits: int = 0
 
 
 @dataclass(frozen=True)
@@ -298,10 +331,13 @@ class Refine(Operation):
 
 @dataclass(frozen=True)
 class Softcap(Operation):
+    """Scale numbers, and then bound them."""
+
     source: int  # 0: the logits
     stride: int
     width: int
-    cap: float
+    cap: float  # 0: no bound
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -352,6 +388,7 @@ KINDS: tuple[type[Operation], ...] = (
     Norm,
     Copy,
     Linear,
+    Heads,
     Rope,
     Attention,
     Merge,

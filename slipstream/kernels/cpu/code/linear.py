@@ -142,6 +142,11 @@ def _epilogue(module: Module) -> Function:
         for half, value in enumerate(halves):
             place = target + block * 128 + 64 * half
             f.store(f.load(VF32, place) + value.get(), place)
+    with f.when(epilogue.equals(int(Epilogue.ADD_SCALED))):
+        scale = v.splat(f, body["scale"])
+        for half, value in enumerate(halves):
+            place = target + block * 128 + 64 * half
+            f.store(f.load(VF32, place) + value.get() * scale, place)
     with f.when(epilogue.equals(int(Epilogue.GATE))):
         gated = _activated(body, halves[0].get()) * halves[1].get()
         _store_format(body, gated, target, block * LANES)
@@ -156,12 +161,19 @@ def _epilogue(module: Module) -> Function:
 
 
 def _activated(body: Body, x: Value) -> Value:
-    f = body.f
-    found = f.variable(VF32, 0.0)
-    for number, name in enumerate(ACTIVATIONS):
-        with f.when(body["activation"].equals(number)):
-            found.set(v.activate(f, name, x))
+    found = body.f.variable(VF32, 0.0)
+    _activate_one_of(body, x, found, 0)
     return found.get()
+
+
+def _activate_one_of(body: Body, x: Value, found: Variable, first: int) -> None:
+    """Set `found` to the chosen one of the activation functions from `first` on."""
+    f = body.f
+    with f.when(body["activation"].equals(first)) as branch:
+        found.set(v.activate(f, ACTIVATIONS[first], x))
+    if first + 1 < len(ACTIVATIONS):
+        with branch.otherwise():
+            _activate_one_of(body, x, found, first + 1)
 
 
 def _store_format(body: Body, value: Value, target: Value, element: Value) -> None:
