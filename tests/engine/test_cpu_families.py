@@ -3,37 +3,52 @@
 import numpy as np
 import pytest
 import torch
-from compiled_engines import context_logits, start_compiled, start_torch
+from compiled_engines import context_logits, logits_of_rank, start_compiled, start_torch
+from cpu_steps import best_level
 from family_variants import VARIANTS
 from run_engine import generate
+from thread_ranks import ThreadRanks, on_ranks
 from tiny_models import VOCABULARY, config_of, engine_tensors, folder_tensors, random_model
 
 from slipstream.engine.cpu.support import unsupported
+from slipstream.kernels.cpu.objects import load_code
+from slipstream.weights.build import build_engine
+from slipstream.weights.engine_folder import read_engine_folder
+from slipstream.weights.shards import rank_spec, rank_weights
 
 LENGTH = 45
 TOKENS = torch.randint(
     3, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(5)
 ).tolist()
 PROMPTS = [TOKENS[:3], TOKENS, [9] * 40, TOKENS[5:25], [33]]
+STEPS = (19, 20, 1, 1, 4)  # tokens of each step
 TOLERANCE = 2e-5
 
 # variant → why torch computes it
 ON_TORCH = {
     "baichuan2": "heads have 8 elements",
-    "dbrx": "the model has experts",
-    "deepseek2": "the model has experts",
-    "deepseek2-lite": "the model has experts",
-    "deepseek3": "the model has experts",
-    "deepseek3-one-group": "the model has experts",
+    "deepseek2": "keys and values come from latent vectors",
+    "deepseek2-lite": "keys and values come from latent vectors",
+    "deepseek3": "keys and values come from latent vectors",
+    "deepseek3-one-group": "keys and values come from latent vectors",
     "glm4-9b": "heads have 24 elements",
-    "gptoss": "the model has experts",
-    "gptoss-bounds": "the model has experts",
     "internlm3": "heads have 24 elements",
-    "llama4": "the model has experts",
-    "llama4-some-dense": "the model has experts",
     "nemotron": "heads have 24 elements",
 }
 COMPILED = [name for name in VARIANTS if name not in ON_TORCH]
+# one for each option that ranks divide in a way of its own; the others are slow together
+DIVIDED = (
+    "bloom",
+    "cohere-qk-norm",
+    "dbrx",
+    "gptoss",
+    "granite",
+    "llama4",
+    "mpt-six-heads",
+    "olmo2",
+    "phi-qk-norm",
+    "starcoder",
+)
 # options of families that transformers can write without a variant
 OTHERS = {
     "opt": {},
@@ -88,6 +103,26 @@ def test_bfloat16_is_close_to_float32(name, written):
     expected = VARIANTS[name].logits(model, TOKENS).numpy()
     found = context_logits(start_compiled((spec, tensors), "bfloat16"), TOKENS, spec.vocab_size)
     assert np.abs(found - expected).mean() < 0.02 * expected.std()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in DIVIDED else [pytest.mark.slow]) for name in COMPILED],
+)
+def test_two_ranks_compute_the_logits_of_transformers(name, tmp_path):
+    variant = VARIANTS[name]
+    model = variant.model()
+    variant.write(model, tmp_path / "hf")
+    folder = read_engine_folder(build_engine(tmp_path / "hf", tmp_path / "engine", dtype="float32"))
+    expected = variant.logits(model, TOKENS).numpy()
+    load_code(best_level(), None)  # not in several threads
+
+    def run(ranks: ThreadRanks) -> np.ndarray:
+        weights = rank_weights(folder, ranks.rank, ranks.size)
+        return logits_of_rank(rank_spec(folder.spec, ranks.size), weights, TOKENS, STEPS, ranks)
+
+    for found in on_ranks(2, run):
+        assert np.abs(found - expected).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", OTHERS)

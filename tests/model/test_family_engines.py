@@ -16,7 +16,7 @@ from slipstream.weights.build import build_engine
 
 LENGTH = 320
 # latent vectors: torch computes them
-ON_TORCH = ("deepseek2", "deepseek3", "gptoss")
+ON_TORCH = ("deepseek2", "deepseek3")
 SHARED = torch.randint(0, VOCABULARY, (64,), generator=torch.Generator().manual_seed(9)).tolist()
 
 

@@ -123,7 +123,10 @@ def test_two_ranks_compute_the_logits_of_one(name, tmp_path):
             {"position": "alibi", "alibi": Alibi(), "attention_softcap": 2.0},
             "scores have position biases and a bound",
         ),
-        ({"experts": Experts(4, 2, 96)}, "the model has experts"),
+        (
+            {"experts": Experts(4, 2, 96, groups=2)},
+            "experts are chosen in groups or by corrected scores",
+        ),
     ],
     ids=str,
 )

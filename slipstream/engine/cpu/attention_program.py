@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.engine.cpu.buffers import Buffers, Cache
-from slipstream.engine.cpu.model import CpuModel, HeadNorms, LayerWeights
+from slipstream.engine.cpu.layer_weights import HeadNorms, LayerWeights
+from slipstream.engine.cpu.model import CpuModel
 from slipstream.kernels.cpu.operations import Attention, Format, Heads, Merge, Rope
 
 NO_WINDOW = 2**30  # larger than any position

@@ -40,6 +40,29 @@ class Activations:
         return found.view(_ELEMENTS[kind]).reshape(self._rows, -1)
 
 
+class ExpertBuffers:
+    """The memory of experts. A pair is a token and one of its experts."""
+
+    def __init__(self, model: CpuModel, tokens: int) -> None:
+        experts = model.spec.experts
+        assert experts is not None
+        held = len(experts.held_by(model.ranks.rank, model.ranks.size))
+        pairs = tokens * experts.per_token
+        self.logits = aligned_rows(tokens, round_up(experts.count, BLOCK), np.float32)
+        self.chosen = aligned_rows(tokens, experts.per_token, np.int64)
+        self.weights = aligned_rows(tokens, experts.per_token, np.float32)
+        self.counts = aligned_rows(1, held, np.int64)
+        self.work = aligned_rows(1, 1 + 3 * held, np.int64)
+        self.tokens = aligned_rows(1, pairs, np.int64)
+        self.places = aligned_rows(1, pairs, np.int64)
+        self.x = Activations(pairs, model.width)
+        self.middle = Activations(pairs, model.expert_width)
+        self.middle_x = Activations(pairs, model.expert_width)
+        self.outputs = aligned_rows(pairs, model.width, np.float32)
+        self.shared = aligned_rows(tokens, model.width, np.float32)
+        self.shared_logits = aligned_rows(tokens, BLOCK, np.float32)
+
+
 class Buffers:
     """The memory of a step with up to `tokens` tokens."""
 
@@ -69,6 +92,7 @@ class Buffers:
         # the halves of a gated layer, or the outputs of another one, before the activation
         half = round_up(spec.ffn_size, LANES)
         self.up = aligned_rows(tokens, half * 2, np.float32)
+        self.experts = None if spec.experts is None else ExpertBuffers(model, tokens)
         self.parts = -(-len(model.vocabulary) // PART)
         self.best_tokens = aligned_rows(tokens, self.parts, np.int64)
         self.best_logits = aligned_rows(tokens, self.parts, np.float32)

@@ -3,92 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.engine.cpu.layer_weights import (
+    EmbeddingTable,
+    ExpertWeights,
+    HeadNorms,
+    LayerWeights,
+    LinearWeights,
+    MixtureWeights,
+    NormWeights,
+)
 from slipstream.engine.cpu.packed_file import PackedFile
 from slipstream.engine.cpu.weights import StoredWeights
-from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.cpu.memory import round_up
-from slipstream.kernels.cpu.operations import Format, TableFormat, WeightFormat
-from slipstream.kernels.cpu.pack import Packed, interleave_halves, pack, padded_floats
+from slipstream.kernels.cpu.memory import aligned_rows, round_up
+from slipstream.kernels.cpu.operations import Format, TableFormat
+from slipstream.kernels.cpu.pack import interleave_halves, pack, padded_floats
 from slipstream.kernels.options import KernelOptions
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.kernels.stored import Weight, bfloat16_to_float32, round_to_bfloat16
 from slipstream.model.heads import attention_rule, norms_in_kernel, query_scales
 from slipstream.model.position import rotary_size, rotary_table
 from slipstream.model.spec import ModelSpec
-
-
-class NormWeights(NamedTuple):
-    weight: np.ndarray  # float32 [padded size]
-    bias: np.ndarray | None
-
-
-class LinearWeights(NamedTuple):
-    parts: tuple[Packed, ...]  # their outputs follow each other
-    bias: np.ndarray | None  # float32 [padded outputs]
-    exact: bool  # quantised weights take activations of bfloat16
-
-    @property
-    def outputs(self) -> int:
-        """Outputs, with padding."""
-        return sum(part.outputs for part in self.parts)
-
-    @property
-    def inputs(self) -> int:
-        """Inputs, with padding."""
-        return self.parts[0].inputs
-
-    @property
-    def takes(self) -> Format:
-        """The format of the activations that the weights are multiplied by."""
-        kind = self.parts[0].format
-        if kind is WeightFormat.F32:
-            return Format.F32
-        return Format.BF16 if kind is WeightFormat.BF16 or self.exact else Format.INT8
-
-
-class HeadNorms(NamedTuple):
-    """Norms of queries and keys that RoPE's operation does not have. Weights are float32, those of
-    all heads.
-    """
-
-    q_weight: np.ndarray
-    q_bias: np.ndarray | None
-    k_weight: np.ndarray
-    k_bias: np.ndarray | None
-    together: bool  # one norm over all heads
-
-
-class EmbeddingTable(NamedTuple):
-    format: TableFormat
-    address: int
-    stride: int  # bytes of 32 packed outputs, or of a row
-    kept: object  # the memory
-
-
-@dataclass
-class LayerWeights:
-    input_norm: NormWeights | None
-    qkv: LinearWeights
-    dense: LinearWeights
-    up: LinearWeights
-    down: LinearWeights
-    post_norm: NormWeights | None  # before the MLP, or after it with `norms_after`
-    attended_norm: NormWeights | None  # of what attention adds to the residual stream
-    mlp_norm: NormWeights | None
-    q_norm: np.ndarray | None  # RMS norms of each head, with the same weights for all
-    k_norm: np.ndarray | None
-    head_norms: HeadNorms | None  # other ones
-    query_scales: np.ndarray | None  # float32 [positions]
-    sink_logits: np.ndarray | None  # float32 [heads]
-    rotates: bool
-    theta: float | None
-    rule: AttentionRule
 
 
 class CpuModel:
@@ -186,8 +125,6 @@ class CpuModel:
     def _layer(self, index: int) -> LayerWeights:
         spec = self.spec
         name = f"transformer.layers.{index}"
-        gated = spec.gated_mlp
-        rows = 2 * spec.ffn_size if gated else spec.ffn_size
         attended_norm = mlp_norm = post_norm = None
         if spec.output_norms:
             attended_norm = self._norm(f"{name}.post_layernorm")
@@ -197,15 +134,15 @@ class CpuModel:
             post_norm = self._norm(f"{name}.{between}")
         qkv = f"{name}.attention.qkv"
         dense = f"{name}.attention.dense"
-        up = f"{name}.mlp.{'gate_up' if gated else 'fc'}"
-        down = f"{name}.mlp.proj"
+        has_experts = spec.experts_of_layer(index) is not None
         in_rope = norms_in_kernel(spec, index)
         return LayerWeights(
             input_norm=self._norm(f"{name}.input_layernorm") if spec.input_norms else None,
             qkv=self._linear(qkv, spec.qkv_size, spec.hidden_size, spec.qkv_bias),
             dense=self._linear(dense, spec.hidden_size, spec.q_size, spec.o_proj_bias),
-            up=self._linear(up, rows, spec.hidden_size, spec.mlp_bias, gated),
-            down=self._linear(down, spec.hidden_size, spec.ffn_size, spec.mlp_bias),
+            up=None if has_experts else self._up(f"{name}.mlp"),
+            down=None if has_experts else self._down(f"{name}.mlp"),
+            mixture=self._mixture(f"{name}.mlp") if has_experts else None,
             post_norm=post_norm,
             attended_norm=attended_norm,
             mlp_norm=mlp_norm,
@@ -218,6 +155,69 @@ class CpuModel:
             theta=spec.theta_of_layer(index),
             rule=attention_rule(spec, index, self.ranks),
         )
+
+    def _up(self, name: str) -> LinearWeights:
+        spec = self.spec
+        gated = spec.gated_mlp
+        rows = 2 * spec.ffn_size if gated else spec.ffn_size
+        own = f"{name}.{'gate_up' if gated else 'fc'}"
+        return self._linear(own, rows, spec.hidden_size, spec.mlp_bias, gated)
+
+    def _down(self, name: str) -> LinearWeights:
+        spec = self.spec
+        return self._linear(f"{name}.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
+
+    def _mixture(self, name: str) -> MixtureWeights:
+        spec = self.spec
+        experts = spec.experts
+        assert experts is not None
+        hidden = spec.hidden_size
+        size = experts.ffn_size
+        held = experts.held_by(self.ranks.rank, self.ranks.size)
+        mixture = MixtureWeights(
+            router=self._router(f"{name}.router"),
+            up=self._experts(f"{name}.experts.gate_up", len(held), 2 * size, hidden, True),
+            down=self._experts(f"{name}.experts.proj", len(held), hidden, size, False),
+            held=held,
+            shared_up=None,
+            shared_down=None,
+            shared_router=None,
+        )
+        size = experts.shared_ffn_size
+        if size:
+            up = f"{name}.shared.gate_up"
+            mixture.shared_up = self._linear(up, 2 * size, hidden, False, gated=True)
+            mixture.shared_down = self._linear(f"{name}.shared.proj", hidden, size, False)
+        if size and experts.shared_router:
+            mixture.shared_router = self._linear(f"{name}.shared_share", 1, hidden, False)
+        return mixture
+
+    def _router(self, name: str) -> LinearWeights:
+        experts = self.spec.experts
+        assert experts is not None
+        if not experts.exact_router:
+            return self._linear(name, experts.count, self.spec.hidden_size, experts.biases)
+        shape = (experts.count, self.spec.hidden_size)
+        packed = pack(self._source.floats(f"{name}.weight", shape))
+        bias: np.ndarray | None = None
+        if experts.biases:
+            found = self._source.floats(f"{name}.bias", (experts.count,))
+            bias = padded_floats(found, packed.outputs)
+        return LinearWeights((packed,), bias, self.exact)
+
+    def _experts(
+        self, name: str, count: int, outputs: int, inputs: int, gated: bool
+    ) -> ExpertWeights:
+        assert self.spec.experts is not None
+        packed = self._source.matrices(name, count, outputs, inputs, gated)
+        biases: np.ndarray | None = None
+        if self.spec.experts.biases:
+            found = self._source.floats(f"{name}.bias", (count * outputs,), rounded=True)
+            rows = found.reshape(count, outputs)
+            rows = np.stack([interleave_halves(row) for row in rows]) if gated else rows
+            biases = aligned_rows(count, packed[0].outputs, np.float32)
+            biases[:, : rows.shape[1]] = rows
+        return ExpertWeights(packed, biases, self.exact)
 
     def _take_head(self) -> None:
         """Take the output layer and the table of embeddings, which may be the same weights."""
@@ -341,14 +341,29 @@ class CpuModel:
 
     @property
     def middle_width(self) -> int:
-        """Elements of a row between the two linear layers of the MLP, with padding."""
-        return self.layers[0].down.inputs
+        """Elements of a row between the two linear layers of the widest MLP that all tokens take,
+        with padding.
+        """
+        found = 32
+        for layer in self.layers:
+            downs = [layer.down]
+            if layer.mixture is not None:
+                downs.append(layer.mixture.shared_down)
+            found = max(found, *(0 if down is None else down.inputs for down in downs))
+        return found
+
+    @property
+    def expert_width(self) -> int:
+        """Elements of a row between the two linear layers of an expert, with padding."""
+        mixtures = [layer.mixture for layer in self.layers if layer.mixture is not None]
+        return max((mixture.down.inputs for mixture in mixtures), default=0)
 
     @property
     def widths(self) -> tuple[int, ...]:
         """The sizes of the rows that operations handle."""
         spec = self.spec
-        return (self.width, self.states_width, self.middle_width, spec.q_size, spec.qkv_size)
+        heads = (spec.q_size, spec.qkv_size)
+        return (self.width, self.states_width, self.middle_width, self.expert_width, *heads)
 
     @property
     def half(self) -> int:

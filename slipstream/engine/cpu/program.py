@@ -14,13 +14,14 @@ from slipstream.engine.cpu.attention_program import (
     merge_operation,
 )
 from slipstream.engine.cpu.buffers import PART, Activations, Buffers, Cache
-from slipstream.engine.cpu.model import (
-    CpuModel,
+from slipstream.engine.cpu.expert_program import write_mixture
+from slipstream.engine.cpu.layer_weights import (
     HeadNorms,
     LayerWeights,
     LinearWeights,
     NormWeights,
 )
+from slipstream.engine.cpu.model import CpuModel
 from slipstream.engine.cpu.step_parts import Segment
 from slipstream.kernels.adapter_layout import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
 from slipstream.kernels.cpu.levels import LAYOUT_OF
@@ -87,7 +88,7 @@ class ProgramWriter:
             self._end_segment()
             self._segments.append(AdapterPart(index, linear, x, y, scale))
 
-    def _add(self, operation: object, rows: Rows = Rows.TOKENS, **flags: bool) -> None:
+    def add(self, operation: object, rows: Rows = Rows.TOKENS, **flags: bool) -> None:
         self.entries.append(Entry(operation, rows, **flags))  # type: ignore[arg-type]
 
     def _embed(self) -> None:
@@ -107,14 +108,14 @@ class ProgramWriter:
         if model.project_in is not None:
             self._look_up_and_project(embed, model.project_in)
             embed = replace(embed, table_format=TableFormat.NONE)
-        self._add(embed)
+        self.add(embed)
         if model.embedding_norm is not None:
-            self._norm(model.embedding_norm, hidden, hidden, Format.F32, shared=True)
+            self.norm(model.embedding_norm, hidden, hidden, Format.F32, shared=True)
 
     def _look_up_and_project(self, embed: Embed, project_in: LinearWeights) -> None:
         """Write projected embeddings of another size to the residual stream."""
         small = self.buffers.projected
-        self._add(
+        self.add(
             replace(
                 embed,
                 target=address_of(small),
@@ -126,8 +127,8 @@ class ProgramWriter:
             )
         )
         x = self.buffers.x.view(project_in.takes)
-        self._copy(small, x, project_in.takes, Rows.TOKENS, alone=True)
-        self._linear(project_in, x, self.buffers.hidden, own=True)
+        self.copy(small, x, project_in.takes, Rows.TOKENS, alone=True)
+        self.linear(project_in, x, self.buffers.hidden, own=True)
 
     def _layer(self, index: int, layer: LayerWeights, is_last: bool) -> None:
         spec = self.spec
@@ -138,7 +139,7 @@ class ProgramWriter:
         kind = layer.qkv.takes
         norm = None if spec.norms_after else layer.input_norm
         x = self._norm_for(norm, hidden, buffers.x, kind, Rows.TOKENS)
-        self._linear(layer.qkv, buffers.x.view(kind), buffers.qkv, own=True)
+        self.linear(layer.qkv, buffers.x.view(kind), buffers.qkv, own=True)
         self._adapt(index, QKV, x, [buffers.qkv[:, : spec.qkv_size]])
         self._attention(index, layer)
         rows = Rows.TOKENS
@@ -148,7 +149,7 @@ class ProgramWriter:
         attended = self._merge(layer, chooses)
         if chooses:
             rows = Rows.SAMPLES
-            self._copy(hidden, buffers.chosen, Format.F32, rows, gather=True)
+            self.copy(hidden, buffers.chosen, Format.F32, rows, gather=True)
             hidden = buffers.chosen
         x = buffers.attended_x.view(layer.dense.takes)
         adapter = (index, O_PROJ, attended)
@@ -157,28 +158,35 @@ class ProgramWriter:
             self._normalise(layer.input_norm, hidden, rows)
         if not spec.parallel_residual:
             self._up(index, layer, hidden, buffers.x, rows)
-        kind = layer.down.takes
-        middle = buffers.middle.view(self._middle_format(layer))
-        adapter = (index, DOWN_PROJ, middle[:, : spec.ffn_size])
-        x = middle
-        if self._middle_format(layer) is not kind:
-            x = buffers.middle_x.view(kind)
-            self._copy(middle, x, kind, rows, alone=True)
-        own = x is not middle
-        self._add_to(layer.down, x, hidden, layer.mlp_norm, rows, own, adapter)
+        self._down(index, layer, hidden, rows)
         if spec.norms_after:
             self._normalise(layer.post_norm, hidden, rows)
+
+    def _down(self, index: int, layer: LayerWeights, hidden: np.ndarray, rows: Rows) -> None:
+        """Compute the MLP behind its activation."""
+        if layer.down is None:
+            return
+        kind = layer.down.takes
+        middle_format = self._middle_format(layer.down)
+        middle = self.buffers.middle.view(middle_format)
+        adapter = (index, DOWN_PROJ, middle[:, : self.spec.ffn_size])
+        x = middle
+        if middle_format is not kind:
+            x = self.buffers.middle_x.view(kind)
+            self.copy(middle, x, kind, rows, alone=True)
+        own = x is not middle
+        self._add_to(layer.down, x, hidden, layer.mlp_norm, rows, own, adapter)
 
     def _normalise(self, norm: NormWeights | None, hidden: np.ndarray, rows: Rows) -> None:
         """Normalise the residual stream itself."""
         assert norm is not None
-        self._norm(norm, hidden, hidden, Format.F32, rows, shared=True)
+        self.norm(norm, hidden, hidden, Format.F32, rows, shared=True)
 
-    def _middle_format(self, layer: LayerWeights) -> Format:
+    def _middle_format(self, down: LinearWeights) -> Format:
         """Return the format that the activation between the MLP's linear layers is stored in."""
-        if self.adapted or layer.down.takes is Format.INT8:
+        if self.adapted or down.takes is Format.INT8:
             return Format.F32
-        return layer.down.takes
+        return down.takes
 
     @property
     def _gathers_late(self) -> bool:
@@ -188,16 +196,20 @@ class ProgramWriter:
     def _up(
         self, index: int, layer: LayerWeights, hidden: np.ndarray, target: Activations, rows: Rows
     ) -> None:
-        """Compute the MLP up to its activation."""
+        """Compute the MLP up to its activation, or the whole one if it has experts."""
+        norm = None if self.spec.norms_after else layer.post_norm or layer.input_norm
+        if layer.up is None or layer.down is None:
+            self._mixture(layer, norm, hidden, rows)
+            return
         gated = self.spec.gated_mlp
         kind = layer.up.takes
-        norm = None if self.spec.norms_after else layer.post_norm or layer.input_norm
         plain = self._norm_for(norm, hidden, target, kind, rows)
         x = target.view(kind)
-        middle = self.buffers.middle.view(self._middle_format(layer))
+        middle_format = self._middle_format(layer.down)
+        middle = self.buffers.middle.view(middle_format)
         if not self.adapted:
             epilogue = Epilogue.GATE if gated else Epilogue.ACTIVATE
-            self._linear(layer.up, x, middle, epilogue, rows, True, kind=self._middle_format(layer))
+            self.linear(layer.up, x, middle, epilogue, rows, True, kind=middle_format)
             return
         from slipstream.engine.cpu.adapter_parts import ApplyGate
 
@@ -206,7 +218,7 @@ class ProgramWriter:
         size = self.spec.ffn_size
         parts = [up[:, :half], up[:, half:]] if gated else [up]
         epilogue = Epilogue.SPLIT if gated else Epilogue.STORE
-        self._linear(layer.up, x, up, epilogue, rows, own=True, second=address_of(parts[-1]))
+        self.linear(layer.up, x, up, epilogue, rows, own=True, second=address_of(parts[-1]))
         chosen = [part[:, :size] for part in parts]
         self._adapt(index, UP_PROJ, plain, chosen)
         self._segments.append(ApplyGate(self.spec.activation, chosen, middle[:, :size]))
@@ -232,12 +244,29 @@ class ProgramWriter:
         if target is hidden:
             scale = self.spec.residual_scale
             epilogue = Epilogue.ADD if scale == 1.0 else Epilogue.ADD_SCALED
-        self._linear(weights, x, target, epilogue, rows, own)
+        self.linear(weights, x, target, epilogue, rows, own)
         self._adapt(*adapter, [target[:, : self.spec.hidden_size]], scale)
-        if not alone:
+        self._finish_delta(hidden, norm, rows)
+
+    def _mixture(
+        self, layer: LayerWeights, norm: NormWeights | None, hidden: np.ndarray, rows: Rows
+    ) -> None:
+        """Add the result of the experts to the residual stream. norm: in front of them"""
+        assert layer.mixture is not None
+        direct = layer.mlp_norm is None and self.model.ranks.size == 1
+        target = hidden if direct else self.buffers.delta
+        scale = self.spec.residual_scale if direct else 1.0
+        write_mixture(self, layer.mixture, norm, hidden, target, rows, direct, scale)
+        self._finish_delta(hidden, layer.mlp_norm, rows)
+
+    def _finish_delta(self, hidden: np.ndarray, norm: NormWeights | None, rows: Rows) -> None:
+        """Sum the ranks' `delta`, normalise it and add it to the residual stream, where a linear
+        layer has not done so.
+        """
+        if self.model.ranks.size > 1:
             self._sum(hidden if norm is None else None, rows)
         if norm is not None:
-            self._norm(norm, self.buffers.delta, hidden, Format.F32, rows, adds=True)
+            self.norm(norm, self.buffers.delta, hidden, Format.F32, rows, adds=True)
 
     def _sum(self, hidden: np.ndarray | None, rows: Rows) -> None:
         """Sum the ranks' `delta`. hidden: the residual stream, if the sum is added to it"""
@@ -262,17 +291,17 @@ class ProgramWriter:
         norm: None: the linear layer takes the rows as they are
         """
         if norm is None:
-            self._copy(source, target.view(kind), kind, rows, alone=True)
+            self.copy(source, target.view(kind), kind, rows, alone=True)
             return source[:, : self.spec.hidden_size]
         plain = self.buffers.plain[:, : self.spec.hidden_size]
         if self.adapted:  # adapters take numbers that torch has
-            self._norm(norm, source, self.buffers.plain, Format.F32, rows, shared=True)
-            self._copy(self.buffers.plain, target.view(kind), kind, rows, alone=True)
+            self.norm(norm, source, self.buffers.plain, Format.F32, rows, shared=True)
+            self.copy(self.buffers.plain, target.view(kind), kind, rows, alone=True)
         else:
-            self._norm(norm, source, target.view(kind), kind, rows)
+            self.norm(norm, source, target.view(kind), kind, rows)
         return plain
 
-    def _norm(
+    def norm(
         self,
         norm: NormWeights,
         source: np.ndarray,
@@ -301,9 +330,9 @@ class ProgramWriter:
             epsilon=self.spec.norm_epsilon,
             layer=self.spec.norm == "layer",
         )
-        self._add(operation, rows, alone=not one)
+        self.add(operation, rows, alone=not one)
 
-    def _copy(
+    def copy(
         self,
         source: np.ndarray,
         target: np.ndarray,
@@ -324,9 +353,9 @@ class ProgramWriter:
             format=kind,
             width=width or source.shape[1],
         )
-        self._add(operation, rows, alone=alone)
+        self.add(operation, rows, alone=alone)
 
-    def _linear(
+    def linear(
         self,
         weights: LinearWeights,
         x: np.ndarray,
@@ -363,12 +392,12 @@ class ProgramWriter:
             )
             start += packed.outputs
             # Two parts may be computed at the same time. Work counters serve no more.
-            self._add(operation, rows, barrier=number > 0 or len(weights.parts) == 1)
+            self.add(operation, rows, barrier=number > 0 or len(weights.parts) == 1)
 
     def _attention(self, index: int, layer: LayerWeights) -> None:
         self._change_heads(layer)
         for operation in attention_operations(self.model, self.buffers, self.cache, index, layer):
-            self._add(operation)
+            self.add(operation)
 
     def _change_heads(self, layer: LayerWeights) -> None:
         """Change queries, keys and values before RoPE."""
@@ -377,12 +406,12 @@ class ProgramWriter:
         model = self.model
         if norms is not None and norms.together and model.ranks.size > 1:
             if clip:
-                self._add(heads_operation(model, self.buffers, clip, None, None))
+                self.add(heads_operation(model, self.buffers, clip, None, None))
             self._normalise_all_heads(norms)
             clip = 0.0
             norms = None
         if clip or norms is not None or layer.query_scales is not None:
-            self._add(heads_operation(model, self.buffers, clip, norms, layer.query_scales))
+            self.add(heads_operation(model, self.buffers, clip, norms, layer.query_scales))
 
     def _normalise_all_heads(self, norms: HeadNorms) -> None:
         """Normalise queries and keys over the heads of all ranks."""
@@ -418,9 +447,9 @@ class ProgramWriter:
             format=Format.F32 if self.adapted else kind,
         )
         rows = Rows.SAMPLES if gather else Rows.TOKENS
-        self._add(operation, rows, alone=not self.adapted)
+        self.add(operation, rows, alone=not self.adapted)
         if self.adapted:
-            self._copy(plain, target, kind, rows, alone=True, width=width)
+            self.copy(plain, target, kind, rows, alone=True, width=width)
         return plain[:, : self.spec.q_size]
 
     def _head(self) -> None:
@@ -439,18 +468,18 @@ class ProgramWriter:
         for target, form in ((buffers.float_states, Format.F32), (states, kind)):
             is_shared = form is Format.F32 and target is buffers.float_states
             if final_norm is None:
-                self._copy(source, target, form, Rows.SAMPLES, gather, not is_shared)
+                self.copy(source, target, form, Rows.SAMPLES, gather, not is_shared)
                 continue
             flags = {"gather": gather, "shared": is_shared}
-            self._norm(final_norm, source, target, form, Rows.SAMPLES, **flags)
-        self._linear(model.head, states, None, rows=Rows.LOGITS, own=True)
+            self.norm(final_norm, source, target, form, Rows.SAMPLES, **flags)
+        self.linear(model.head, states, None, rows=Rows.LOGITS, own=True)
         stride = model.head.outputs * 4
         self._refine(stride)
         if spec.final_softcap or spec.logit_scale != 1.0:
             width = model.head.outputs
             bound = Softcap(0, stride, width, spec.final_softcap, spec.logit_scale)
-            self._add(bound, Rows.LOGITS)
-        self._add(
+            self.add(bound, Rows.LOGITS)
+        self.add(
             Likeliest(
                 stride=stride,
                 vocabulary=len(model.vocabulary),
@@ -468,10 +497,10 @@ class ProgramWriter:
         x = self.buffers.x.view(kind)
         norm = self.model.final_norm
         if norm is None:
-            self._copy(source, x, kind, Rows.SAMPLES, gather, alone=True)
+            self.copy(source, x, kind, Rows.SAMPLES, gather, alone=True)
         else:
-            self._norm(norm, source, x, kind, Rows.SAMPLES, gather=gather)
-        self._linear(weights, x, self.buffers.projected, rows=Rows.SAMPLES, own=True)
+            self.norm(norm, source, x, kind, Rows.SAMPLES, gather=gather)
+        self.linear(weights, x, self.buffers.projected, rows=Rows.SAMPLES, own=True)
         return self.buffers.projected
 
     def _refine(self, stride: int) -> None:
@@ -492,4 +521,4 @@ class ProgramWriter:
             bias=address_of(self.model.head.bias),
             margin=_REFINED_MARGIN,
         )
-        self._add(operation, Rows.LOGITS)
+        self.add(operation, Rows.LOGITS)

@@ -28,11 +28,22 @@ def unsupported(spec: ModelSpec, dtype: str) -> str:
         )
     if spec.heads // spec.kv_heads > MOST_GROUP:
         return f"{spec.heads // spec.kv_heads} query heads share a KV head"
-    if spec.experts is not None:
-        return "the model has experts"
     if spec.alibi is not None and spec.attention_softcap:
         return "scores have position biases and a bound"
     for field in fields(spec):
         if field.name in _OTHER_OPTIONS and getattr(spec, field.name) != field.default:
             return _OTHER_OPTIONS[field.name]
+    return _unsupported_experts(spec)
+
+
+def _unsupported_experts(spec: ModelSpec) -> str:
+    experts = spec.experts
+    if experts is None:
+        return "" if spec.clamped_gate is None else "the gate of the MLP is bounded"
+    if experts.groups > 1 or experts.corrected:
+        return "experts are chosen in groups or by corrected scores"
+    if spec.parallel_residual or spec.norms_after or not spec.gated_mlp:
+        return "experts are beside attention, behind it without a norm, or without a gate"
+    if spec.clamped_gate is not None and (experts.layers is not None or experts.shared_ffn_size):
+        return "the gate of an MLP beside experts is bounded"
     return ""

@@ -87,6 +87,8 @@ class Epilogue(IntEnum):
     ACTIVATE = 3
     SPLIT = 4  # first 16 outputs of a block to the target, last 16 to `second`
     ADD_SCALED = 5  # as ADD, times `scale`
+    # x × sigmoid(scale × x) × (y + 1) of the halves of GATE: x at most `limit`, y from -limit on
+    CLAMPED_GATE = 6
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
@@ -223,7 +225,8 @@ class Linear(Operation):
     activation: int
     second: int
     exact: int = 0  # 1: quantised weights take activations of bfloat16, not of 8 bits
-    scale: float = 1.0  # of ADD_SCALED
+    scale: float = 1.0  # of ADD_SCALED and CLAMPED_GATE
+    limit: float = 0.0  # of CLAMPED_GATE
 
 
 @dataclass(frozen=True)
@@ -383,6 +386,79 @@ class Draw(IntEnum):
     SIZE = 8
 
 
+@dataclass(frozen=True)
+class Route(Operation):
+    """Choose the experts of each token, and weigh them."""
+
+    logits: int  # float32 [tokens, padded experts], overwritten
+    stride: int
+    experts: int
+    per_token: int
+    sigmoid: int  # 1: weights are sigmoids of the chosen logits; 0: softmax over all
+    normalised: int  # 1: the softmax is over the chosen ones
+    scale: float  # of the weights
+    chosen: int  # int64 [tokens, per_token]
+    weights: int  # float32 [tokens, per_token]
+
+
+@dataclass(frozen=True)
+class Group(Operation):
+    """Sort the pairs of a token and one of its experts by expert: one unit."""
+
+    chosen: int
+    per_token: int
+    first: int  # the first expert that this rank holds
+    held: int  # their number; pairs of others are left out
+    counts: int  # int64 [held], for its own use
+    # int64: how many of the experts have tokens; then of each: expert, first row, rows
+    work: int
+    tokens: int  # int64 [pairs]: of each row, its pair
+    places: int  # int64 [pairs]: of each pair, its row; -1: none
+
+
+@dataclass(frozen=True)
+class Gather(Operation):
+    """Write the rows that experts take: one for each pair."""
+
+    source: int  # float32 [tokens, width]
+    source_stride: int
+    target: int
+    target_stride: int
+    format: int
+    width: int
+    per_token: int
+    tokens: int  # of Group; 0: row i is that of the source
+    weights: int  # factors of the rows, of Route; 0: none
+
+
+@dataclass(frozen=True)
+class ExpertLinear(Linear):
+    """The linear layers of experts. `weights`, its format, and `block_bytes` are unused."""
+
+    table: int = 0  # int64 [held, 3]: of each expert, address, format and block_bytes
+    work: int = 0  # of Group
+
+
+@dataclass(frozen=True)
+class Combine(Operation):
+    """Sum what experts computed for each token."""
+
+    source: int  # float32 [pairs, width]
+    source_stride: int
+    per_token: int
+    places: int  # of Group
+    weights: int  # of Route; 0: none
+    shared: int  # float32 [tokens, width] of the expert that all tokens take; 0: none
+    shared_stride: int
+    shared_logits: int  # float32 [tokens, ...]: weighs it by its sigmoid; 0: not weighed
+    shared_logits_stride: int
+    target: int
+    target_stride: int
+    width: int
+    adds: int  # 1: add the sum to the target
+    scale: float
+
+
 KINDS: tuple[type[Operation], ...] = (
     Embed,
     Norm,
@@ -396,6 +472,11 @@ KINDS: tuple[type[Operation], ...] = (
     Likeliest,
     Refine,
     Candidates,
+    Route,
+    Group,
+    Gather,
+    ExpertLinear,
+    Combine,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slipstream.kernels.cpu.code import (
     attention,
     candidates,
+    experts,
     heads,
     linear,
     prompt_attention,
@@ -20,9 +21,13 @@ from slipstream.kernels.cpu.operations import (
     RECORD_FIELDS,
     Attention,
     Candidates,
+    Combine,
     Context,
     Copy,
     Embed,
+    ExpertLinear,
+    Gather,
+    Group,
     Header,
     Heads,
     Likeliest,
@@ -31,6 +36,7 @@ from slipstream.kernels.cpu.operations import (
     Norm,
     Refine,
     Rope,
+    Route,
     Softcap,
     Team,
     Thread,
@@ -51,11 +57,12 @@ def write_module(level: Level) -> str:
     write = rows.write_row(module)
     singles = attention.singles(module)
     tiles = prompt_attention.tiles(module, singles.find)
+    products = linear.tiles(module)
     code = {
         Embed: rows.embed(module),
         Norm: rows.norm(module, write),
         Copy: rows.copy(module, write),
-        Linear: linear.linear(module),
+        Linear: linear.linear(module, products),
         Heads: heads.heads(module),
         Rope: rope.rope(module, write),
         Attention: prompt_attention.attention(module, singles.attend, tiles),
@@ -64,6 +71,11 @@ def write_module(level: Level) -> str:
         Likeliest: rows.likeliest(module),
         Refine: refine.refine(module),
         Candidates: candidates.candidates(module),
+        Route: experts.route(module),
+        Group: experts.group(module),
+        Gather: experts.gather(module, write),
+        ExpertLinear: experts.expert_linear(module, products),
+        Combine: experts.combine(module),
     }
     wait = _barrier(module)
     run = _run(module, [(number, code[kind]) for number, kind in enumerate(KINDS)], wait)
