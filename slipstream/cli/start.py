@@ -35,7 +35,7 @@ from slipstream.cli.keys import (
 )
 from slipstream.cli.log import log
 from slipstream.cli.models.repository_option import REPOSITORY_OPTIONS, repository_folder
-from slipstream.repository.known import DEFAULT_REPOSITORY, remember_repository
+from slipstream.repository.used_repositories import DEFAULT_REPOSITORY, remember_repository
 from slipstream.server.engine_link.child import ENGINE_COMMAND, child_environment
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.output import configure_log

@@ -84,7 +84,7 @@ class EngineInfo:
         must fit any one of them.
         """
         sums = {name: sum(map(attrgetter(name), infos)) for name in _SUMMED_SIZES}
-        least = {name: min(map(attrgetter(name), infos)) for name in _LEAST_SIZES}
+        least = {name: min(map(attrgetter(name), infos)) for name in _COMMON_SIZES}
         slowest = max(info.load_seconds for info in infos)
         return replace(infos[0], load_seconds=slowest, **sums, **least)
 
@@ -98,7 +98,7 @@ _SUMMED_SIZES = (
     "graph_bytes",
     "compressed_weight_bytes",
 )
-_LEAST_SIZES = ("max_sequence_tokens", "max_beam_width", "step_tokens")
+_COMMON_SIZES = ("max_sequence_tokens", "max_beam_width", "step_tokens")
 
 
 @dataclass(slots=True)

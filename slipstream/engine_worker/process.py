@@ -38,7 +38,7 @@ from slipstream.server.engine_link.serve import Loop, describe, serve
 from slipstream.server.log.capture import capture_python_reports
 from slipstream.server.log.formats import RELAYED
 from slipstream.server.log.output import configure_log
-from slipstream.server.log.parent import die_with
+from slipstream.server.log.parent_death import die_with
 from slipstream.weights.engine_config import read_engine_config
 
 logger = logging.getLogger("slipstream.engine_worker.process")

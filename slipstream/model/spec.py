@@ -90,7 +90,7 @@ __all__ = [
 ]
 
 # Several times what any model has: a config with larger counts is damaged.
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
 _FP8_SENSITIVE_BELOW = 2048  # hidden size
 # A rank's part of a large vocabulary is a multiple of this, as the kernels of a GPU want it.
 _VOCABULARY_MULTIPLE = 64

@@ -23,7 +23,7 @@ from slipstream.server.engine_link.child import (
     child_environment,
 )
 from slipstream.server.engine_link.link import describe_exit
-from slipstream.server.log.parent import die_with
+from slipstream.server.log.parent_death import die_with
 
 _STARTED = re.compile(r"Started (HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)")
 _POLL_SECONDS = 0.05

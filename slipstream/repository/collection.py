@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.repository.config import CONFIG_NAME
-from slipstream.repository.known import known_repositories
 from slipstream.repository.models import Repository, RepositoryModel, inspect_repository
 from slipstream.repository.roles import Role
 from slipstream.repository.templates import escape_quotes
+from slipstream.repository.used_repositories import used_repositories
 from slipstream.weights.cache.engines import CachedEngine, former_engines, remove_engine
 from slipstream.weights.cache.locks import is_held
 from slipstream.weights.whole_file import write_whole
@@ -143,7 +143,7 @@ def users_of(engine: Path) -> list[Path]:
     Files that cannot be parsed count, too: the name of an engine's folder is unique.
     """
     found = []
-    for repository in known_repositories():
+    for repository in used_repositories():
         for file in sorted(repository.glob(f"*/{CONFIG_NAME}")):
             if engine.name in file.read_text(encoding="utf-8", errors="replace"):
                 found.append(file)

@@ -32,7 +32,7 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.engine_worker.cpu_probe import CpuChoice
 from slipstream.kernels.cpu import machine as code_machine
-from slipstream.kernels.cpu.compiler.levels import BY_NAME
+from slipstream.kernels.cpu.compiler.instruction_levels import BY_NAME
 from slipstream.repository.templates import write_repository
 from slipstream.version import VERSION
 from slipstream.weights.build import build_engine
@@ -172,7 +172,7 @@ def test_the_reason_for_torch_is_that_of_the_engine(
     assert line == "torch in float16: activations are float16"
     two = EngineSettings(device="cpu", ranks=2)
     line = doctor_engines.describe_engine(two, spec)
-    assert line == "torch in float32: the model is divided among 2 ranks"
+    assert line == f"compiled code ({best_level().name}) in bfloat16"
     assert doctor_engines.describe_engine(EngineSettings(device="cuda"), spec) == "GPU"
 
 

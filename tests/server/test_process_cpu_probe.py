@@ -14,7 +14,7 @@ from slipstream.engine_worker.code_trial import choose_code
 from slipstream.engine_worker.cpu_probe import CpuChoice, choose
 from slipstream.engine_worker.process import start_real_engine
 from slipstream.kernels.cpu import machine, objects, trial
-from slipstream.kernels.cpu.compiler.levels import BY_NAME, LEVELS, possible_levels
+from slipstream.kernels.cpu.compiler.instruction_levels import BY_NAME, LEVELS, possible_levels
 from slipstream.kernels.cpu.operations import WeightFormat
 from slipstream.weights.build import build_engine
 from slipstream.weights.home import cpu_code_folder
@@ -153,7 +153,7 @@ def test_compiled_code_computes_in_bfloat16_on_every_cpu(old_cpu, monkeypatch):
 
 @pytest.mark.parametrize(
     ("settings", "heads"),
-    [({"ranks": 2}, 16), ({"cpu_code": "off"}, 16), ({}, 8), ({"cpu_code": "avx512"}, 16)],
+    [({"cpu_code": "off"}, 16), ({}, 8), ({"cpu_code": "avx512"}, 16)],
     ids=str,
 )
 def test_where_torch_computes_it_decides_the_format(old_cpu, settings, heads):

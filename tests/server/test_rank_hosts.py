@@ -41,7 +41,7 @@ NAME = socket.gethostname()
 SLEEPER = (
     sys.executable,
     "-c",
-    "import json, sys, time; from slipstream.server.log.parent import die_with; "
+    "import json, sys, time; from slipstream.server.log.parent_death import die_with; "
     "time.sleep(600) if die_with(json.loads(sys.argv[1])['parent_process']) else None",
 )
 FAILING = (sys.executable, "-c", "import sys; sys.exit(9)")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.cli.models.repository_option import REPOSITORY_OPTIONS
-from slipstream.repository.known import DEFAULT_REPOSITORY
+from slipstream.repository.used_repositories import DEFAULT_REPOSITORY
 from slipstream.weights.home import slipstream_home
 
 PROCESSES = Path("/proc")

@@ -11,7 +11,7 @@ from slipstream.engine.cpu.runner import CpuRunner
 from slipstream.engine.cpu.support import unsupported
 from slipstream.engine.loop import Progress, warm_up
 from slipstream.kernels.cpu import machine
-from slipstream.kernels.cpu.compiler.levels import Level
+from slipstream.kernels.cpu.compiler.instruction_levels import Level
 from slipstream.kernels.cpu.objects import load_code
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.spec import ModelSpec

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.cpu.levels import LAYOUT_OF
 from slipstream.kernels.cpu.operations import Format, TableFormat, WeightFormat
 from slipstream.kernels.cpu.pack import Packed
+from slipstream.kernels.cpu.quantised_layouts import LAYOUT_OF
 
 
 class NormWeights(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -13,8 +12,9 @@ from slipstream.engine.cpu.attention_program import (
     heads_operation,
     merge_operation,
 )
-from slipstream.engine.cpu.buffers import PART, Activations, Buffers, Cache
+from slipstream.engine.cpu.buffers import Activations, Buffers, Cache
 from slipstream.engine.cpu.expert_program import write_mixture
+from slipstream.engine.cpu.head_program import write_embedding, write_head
 from slipstream.engine.cpu.layer_weights import (
     HeadNorms,
     LayerWeights,
@@ -24,26 +24,18 @@ from slipstream.engine.cpu.layer_weights import (
 from slipstream.engine.cpu.model import CpuModel
 from slipstream.engine.cpu.step_parts import Segment
 from slipstream.kernels.adapter_layout import DOWN_PROJ, O_PROJ, QKV, UP_PROJ
-from slipstream.kernels.cpu.levels import LAYOUT_OF
 from slipstream.kernels.cpu.operations import (
     ACTIVATIONS,
     Copy,
-    Embed,
     Entry,
     Epilogue,
     Format,
-    Likeliest,
     Linear,
     Norm,
-    Refine,
     Rows,
-    Softcap,
-    TableFormat,
     encode,
 )
-
-# Several times what quantised weights shift a logit by.
-_REFINED_MARGIN = 3.0
+from slipstream.kernels.cpu.quantised_layouts import LAYOUT_OF
 
 
 class ProgramWriter:
@@ -63,11 +55,11 @@ class ProgramWriter:
 
     def write(self) -> list[Segment]:
         """Return the program."""
-        self._embed()
+        write_embedding(self)
         last = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
             self._layer(index, layer, index == last)
-        self._head()
+        write_head(self, self._gathers_late)
         self._end_segment()
         return self._segments
 
@@ -90,45 +82,6 @@ class ProgramWriter:
 
     def add(self, operation: object, rows: Rows = Rows.TOKENS, **flags: bool) -> None:
         self.entries.append(Entry(operation, rows, **flags))  # type: ignore[arg-type]
-
-    def _embed(self) -> None:
-        model = self.model
-        table = model.embedding
-        hidden = self.buffers.hidden
-        embed = Embed(
-            target=address_of(hidden),
-            target_stride=hidden.strides[0],
-            table=table.address,
-            table_format=table.format,
-            size=self.spec.hidden_size,
-            block_bytes=table.stride,
-            scale=model.embedding_scale,
-            positions=address_of(model.learned_positions),
-        )
-        if model.project_in is not None:
-            self._look_up_and_project(embed, model.project_in)
-            embed = replace(embed, table_format=TableFormat.NONE)
-        self.add(embed)
-        if model.embedding_norm is not None:
-            self.norm(model.embedding_norm, hidden, hidden, Format.F32, shared=True)
-
-    def _look_up_and_project(self, embed: Embed, project_in: LinearWeights) -> None:
-        """Write projected embeddings of another size to the residual stream."""
-        small = self.buffers.projected
-        self.add(
-            replace(
-                embed,
-                target=address_of(small),
-                target_stride=small.strides[0],
-                size=self.spec.embedding_size,
-                scale=1.0,
-                positions=0,
-                takes_given=0,
-            )
-        )
-        x = self.buffers.x.view(project_in.takes)
-        self.copy(small, x, project_in.takes, Rows.TOKENS, alone=True)
-        self.linear(project_in, x, self.buffers.hidden, own=True)
 
     def _layer(self, index: int, layer: LayerWeights, is_last: bool) -> None:
         spec = self.spec
@@ -451,74 +404,3 @@ class ProgramWriter:
         if self.adapted:
             self.copy(plain, target, kind, rows, alone=True, width=width)
         return plain[:, : self.spec.q_size]
-
-    def _head(self) -> None:
-        model = self.model
-        buffers = self.buffers
-        spec = self.spec
-        gather = self._gathers_late
-        source = buffers.hidden if gather else buffers.chosen
-        kind = model.head.takes
-        states = buffers.states.view(kind)
-        final_norm = model.final_norm
-        if model.project_out is not None:
-            source = self._project_out(model.project_out, source, gather)
-            gather = False
-            final_norm = None
-        for target, form in ((buffers.float_states, Format.F32), (states, kind)):
-            is_shared = form is Format.F32 and target is buffers.float_states
-            if final_norm is None:
-                self.copy(source, target, form, Rows.SAMPLES, gather, not is_shared)
-                continue
-            flags = {"gather": gather, "shared": is_shared}
-            self.norm(final_norm, source, target, form, Rows.SAMPLES, **flags)
-        self.linear(model.head, states, None, rows=Rows.LOGITS, own=True)
-        stride = model.head.outputs * 4
-        self._refine(stride)
-        if spec.final_softcap or spec.logit_scale != 1.0:
-            width = model.head.outputs
-            bound = Softcap(0, stride, width, spec.final_softcap, spec.logit_scale)
-            self.add(bound, Rows.LOGITS)
-        self.add(
-            Likeliest(
-                stride=stride,
-                vocabulary=len(model.vocabulary),
-                part=PART,
-                parts=buffers.parts,
-                tokens=address_of(buffers.best_tokens),
-                logits=address_of(buffers.best_logits),
-            ),
-            Rows.LOGITS,
-        )
-
-    def _project_out(self, weights: LinearWeights, source: np.ndarray, gather: bool) -> np.ndarray:
-        """Return the final states in the size of the embeddings, which the head takes."""
-        kind = weights.takes
-        x = self.buffers.x.view(kind)
-        norm = self.model.final_norm
-        if norm is None:
-            self.copy(source, x, kind, Rows.SAMPLES, gather, alone=True)
-        else:
-            self.norm(norm, source, x, kind, Rows.SAMPLES, gather=gather)
-        self.linear(weights, x, self.buffers.projected, rows=Rows.SAMPLES, own=True)
-        return self.buffers.projected
-
-    def _refine(self, stride: int) -> None:
-        """Compute the largest logits again if there are weights that are not quantised."""
-        if not self.model.refines:
-            return
-        table = self.model.embedding
-        states = self.buffers.float_states
-        operation = Refine(
-            stride=stride,
-            vocabulary=len(self.model.vocabulary),
-            states=address_of(states),
-            states_stride=states.strides[0],
-            table=table.address + self.model.vocabulary.start * table.stride,
-            table_format=table.format,
-            row_bytes=table.stride,
-            size=self.spec.embedding_width,
-            bias=address_of(self.model.head.bias),
-            margin=_REFINED_MARGIN,
-        )
-        self.add(operation, Rows.LOGITS)

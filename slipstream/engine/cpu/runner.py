@@ -20,7 +20,8 @@ from slipstream.kernels.attention_rule import cache_shape
 from slipstream.kernels.cpu.layout import CHUNK, PART_FLOATS, TILE_LANES
 from slipstream.kernels.cpu.memory import aligned, sparse
 from slipstream.kernels.cpu.objects import Code
-from slipstream.kernels.cpu.operations import Context, Format
+from slipstream.kernels.cpu.operations import Format
+from slipstream.kernels.cpu.records import Context
 from slipstream.kernels.cpu.team import Team
 
 if TYPE_CHECKING:  # torch is loaded with the first adapter, or for a host cache

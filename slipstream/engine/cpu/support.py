@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from slipstream.kernels.cpu.layout import LANES, MOST_GROUP, MOST_HEAD_SIZE
+from slipstream.kernels.cpu.layout import LANES, MAX_GROUP, MAX_HEAD_SIZE
 from slipstream.model.spec import ModelSpec
 
 DTYPES = ("float32", "bfloat16")
@@ -21,12 +21,11 @@ def unsupported(spec: ModelSpec, dtype: str) -> str:
     """Return why the compiled path cannot run this model; empty: it can."""
     if dtype not in DTYPES:
         return f"activations are {dtype}"
-    if spec.head_size % LANES or spec.head_size > MOST_HEAD_SIZE:
+    if spec.head_size % LANES or spec.head_size > MAX_HEAD_SIZE:
         return (
-            f"heads have {spec.head_size} elements, not a multiple of {LANES} up to "
-            f"{MOST_HEAD_SIZE}"
+            f"heads have {spec.head_size} elements, not a multiple of {LANES} up to {MAX_HEAD_SIZE}"
         )
-    if spec.heads // spec.kv_heads > MOST_GROUP:
+    if spec.heads // spec.kv_heads > MAX_GROUP:
         return f"{spec.heads // spec.kv_heads} query heads share a KV head"
     if spec.alibi is not None and spec.attention_softcap:
         return "scores have position biases and a bound"

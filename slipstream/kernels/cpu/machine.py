@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from slipstream.kernels.cpu.compiler.levels import BY_NAME, Level, possible_levels
+from slipstream.kernels.cpu.compiler.instruction_levels import BY_NAME, Level, possible_levels
 
 VARIABLE = "SLIPSTREAM_CPU_CODE"
 AUTO = "auto"

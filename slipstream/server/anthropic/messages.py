@@ -9,16 +9,16 @@ from typing import Any
 from slipstream.server.openai.calls import Document
 from slipstream.server.openai.errors import ApiError, field_error
 
-_MOST_MESSAGES = 100_000  # as in Anthropic's API
+_MAX_MESSAGES = 100_000  # as in Anthropic's API
 _ROLES = ("user", "assistant", "system")
 _NOT_TEXT = "is not supported by this server: its models read text only"
 
 
 def chat_messages(system: Any, messages: Sequence[Any]) -> list[Document]:
     """Return the messages for a chat template. Turns of the same role are joined."""
-    if len(messages) > _MOST_MESSAGES:
+    if len(messages) > _MAX_MESSAGES:
         raise field_error(
-            "messages", f"must hold at most {_MOST_MESSAGES} messages, got {len(messages)}"
+            "messages", f"must hold at most {_MAX_MESSAGES} messages, got {len(messages)}"
         )
     made: list[Document] = []
     calls: set[str] = set()  # ids of the tool_use blocks so far

@@ -54,7 +54,7 @@ from slipstream.server.kserve.health import ServerState
 from slipstream.server.log.capture import capture_python_reports
 from slipstream.server.log.formats import RELAYED
 from slipstream.server.log.output import LogSettings, configure_log
-from slipstream.server.log.parent import die_with
+from slipstream.server.log.parent_death import die_with
 from slipstream.server.metrics.optional_metrics import MetricsConfig
 from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.models.token_model import TokenModel
@@ -209,7 +209,7 @@ def _context(options: FrontendOptions) -> ServerContext:
             options.grpc_restrictions,
             options.health_needs_key,
         ),
-        sites=options.sites,
+        origin_policy=options.origin_policy,
         server_name=options.server_name,
         http_max_input_bytes=options.http_max_input_bytes,
         embedding_pooling=options.embedding_pooling,

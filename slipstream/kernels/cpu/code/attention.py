@@ -30,7 +30,8 @@ from slipstream.kernels.cpu.layout import (
     SINGLE_PARTS,
     SINGLE_SCORES,
 )
-from slipstream.kernels.cpu.operations import Attention, Context, Format, Thread
+from slipstream.kernels.cpu.operations import Attention, Format
+from slipstream.kernels.cpu.records import Context, Thread
 
 LOWEST = -1e30  # score of a part without positions; -inf would make differences nan
 

@@ -11,14 +11,8 @@ from slipstream.kernels.cpu.code.linear import Tiles, multiply_block, rows_of_ti
 from slipstream.kernels.cpu.compiler import vectors as v
 from slipstream.kernels.cpu.compiler.function import Function, Module
 from slipstream.kernels.cpu.compiler.values import F32, I64, LANES, VF32, Value
-from slipstream.kernels.cpu.operations import (
-    Combine,
-    ExpertLinear,
-    Gather,
-    Group,
-    Route,
-    Thread,
-)
+from slipstream.kernels.cpu.operations import Combine, ExpertLinear, Gather, Group, Route
+from slipstream.kernels.cpu.records import Thread
 
 _LOWEST = float("-inf")
 _WORK_FIELDS = 3

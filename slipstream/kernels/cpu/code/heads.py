@@ -8,7 +8,8 @@ from slipstream.kernels.cpu.code.body import Body
 from slipstream.kernels.cpu.compiler import vectors as v
 from slipstream.kernels.cpu.compiler.function import Function, Module
 from slipstream.kernels.cpu.compiler.values import F32, I64, LANES, VF32, Value
-from slipstream.kernels.cpu.operations import Context, Heads
+from slipstream.kernels.cpu.operations import Heads
+from slipstream.kernels.cpu.records import Context
 
 
 def heads(module: Module) -> Function:

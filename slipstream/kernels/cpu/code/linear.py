@@ -13,19 +13,12 @@ from slipstream.kernels.cpu.code.body import Body
 from slipstream.kernels.cpu.code.integers import exact_tile, integer_tile
 from slipstream.kernels.cpu.compiler import vectors as v
 from slipstream.kernels.cpu.compiler.function import Function, Module, Variable
-from slipstream.kernels.cpu.compiler.levels import Level
+from slipstream.kernels.cpu.compiler.instruction_levels import Level
 from slipstream.kernels.cpu.compiler.values import F32, I32, I64, LANES, VF32, VI32, Value
 from slipstream.kernels.cpu.layout import BLOCK
-from slipstream.kernels.cpu.levels import LAYOUT_OF
-from slipstream.kernels.cpu.operations import (
-    ACTIVATIONS,
-    Context,
-    Epilogue,
-    Format,
-    Linear,
-    Thread,
-    WeightFormat,
-)
+from slipstream.kernels.cpu.operations import ACTIVATIONS, Epilogue, Format, Linear, WeightFormat
+from slipstream.kernels.cpu.quantised_layouts import LAYOUT_OF
+from slipstream.kernels.cpu.records import Context, Thread
 
 _HALVES = (0, 1)  # vectors of a block's outputs
 _EXACT = 256  # added to the number of a tile that takes activations of bfloat16

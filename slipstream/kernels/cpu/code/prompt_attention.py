@@ -26,7 +26,8 @@ from slipstream.kernels.cpu.layout import (
     TILE_VALUES,
     TILE_WEIGHTS,
 )
-from slipstream.kernels.cpu.operations import Attention, Context, Format, Thread
+from slipstream.kernels.cpu.operations import Attention, Format
+from slipstream.kernels.cpu.records import Context, Thread
 
 _VECTORS = TILE_LANES // LANES
 _TOGETHER = 4  # keys or columns that are computed together

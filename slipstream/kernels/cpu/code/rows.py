@@ -20,9 +20,7 @@ from slipstream.kernels.cpu.compiler.values import (
     vector,
 )
 from slipstream.kernels.cpu.layout import BLOCK, GROUP, PART_FLOATS, SINGLE_PARTS
-from slipstream.kernels.cpu.levels import LAYOUTS
 from slipstream.kernels.cpu.operations import (
-    Context,
     Copy,
     Embed,
     Format,
@@ -31,8 +29,9 @@ from slipstream.kernels.cpu.operations import (
     Norm,
     Softcap,
     TableFormat,
-    Thread,
 )
+from slipstream.kernels.cpu.quantised_layouts import LAYOUTS
+from slipstream.kernels.cpu.records import Context, Thread
 
 MINUS_INFINITY = float("-inf")
 

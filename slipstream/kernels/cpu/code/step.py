@@ -14,7 +14,7 @@ from slipstream.kernels.cpu.code import (
     rows,
 )
 from slipstream.kernels.cpu.compiler.function import Function, Module
-from slipstream.kernels.cpu.compiler.levels import Level
+from slipstream.kernels.cpu.compiler.instruction_levels import Level
 from slipstream.kernels.cpu.compiler.values import I64, Value
 from slipstream.kernels.cpu.operations import (
     KINDS,
@@ -22,13 +22,11 @@ from slipstream.kernels.cpu.operations import (
     Attention,
     Candidates,
     Combine,
-    Context,
     Copy,
     Embed,
     ExpertLinear,
     Gather,
     Group,
-    Header,
     Heads,
     Likeliest,
     Linear,
@@ -38,9 +36,8 @@ from slipstream.kernels.cpu.operations import (
     Rope,
     Route,
     Softcap,
-    Team,
-    Thread,
 )
+from slipstream.kernels.cpu.records import Context, Header, Team, Thread
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT = 128  # of one process

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from slipstream.kernels.cpu.compiler.levels import Level
+from slipstream.kernels.cpu.compiler.instruction_levels import Level
 from slipstream.kernels.cpu.compiler.values import I64, VF32, Value, constant_text
 
 

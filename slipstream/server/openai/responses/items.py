@@ -18,7 +18,7 @@ Item = Document
 # returns a stored item by its id, or None
 FindItem = Callable[[str], Item | None]
 
-_MOST_ITEMS = 1 << 15
+_MAX_ITEMS = 1 << 15
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_ONLY = "is not supported by this server: its models read text only"
 
@@ -33,8 +33,8 @@ def read_input(given: str | list[Any] | None, find_item: FindItem) -> list[Item]
         return []
     if isinstance(given, str):
         return [_message_item("input", {"role": "user", "content": given})]
-    if len(given) > _MOST_ITEMS:
-        raise field_error("input", f"must hold at most {_MOST_ITEMS} items, got {len(given)}")
+    if len(given) > _MAX_ITEMS:
+        raise field_error("input", f"must hold at most {_MAX_ITEMS} items, got {len(given)}")
     return [_item(f"input[{number}]", item, find_item) for number, item in enumerate(given)]
 
 
