@@ -261,7 +261,7 @@ def _prepare_compiled(
     code_folder: Path | None,
 ) -> PreparedModel | None:
     """Create the model and the runner of compiled code for a CPU; None where torch computes."""
-    from slipstream.engine.cpu.choice import create_runner
+    from slipstream.engine.cpu.create import create_runner
     from slipstream.engine.cpu.model import CpuModel
     from slipstream.engine.cpu.path import choose_path
 

@@ -33,15 +33,14 @@ from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.activation import mlp_activation
 from slipstream.model.experts import Mixture
 from slipstream.model.head import Head, score_layer
+from slipstream.model.heads import attention_rule, norms_in_kernel
 from slipstream.model.latent_attention import LatentHeads
 from slipstream.model.linear import Tensors
 from slipstream.model.norms import normed_sum, take_norm
 from slipstream.model.position import rotary_table
 from slipstream.model.query_key import (
-    attention_rule,
     check_device,
     head_weights,
-    norms_in_kernel,
     prepared_heads,
 )
 from slipstream.model.spec import ModelSpec
