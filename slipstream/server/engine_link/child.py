@@ -282,10 +282,25 @@ class EngineChild:
             rank.kill()
 
     def close(self) -> None:
-        """Close the links and reap the processes."""
+        """Close the links. Reap processes that were killed, unless threads wait for them."""
         self._close_links()
+        if self._event_loop is None:
+            self.reap()
+
+    def reap(self) -> None:
+        """Wait for the end of killed processes. This blocks: do not call it on an event loop."""
         for rank in self._ranks:
             rank.reap()
+
+    def abandon(self) -> None:
+        """Kill the processes and remove their files, from any thread, before this process ends."""
+        self.kill()
+        for path in self._paths:
+            remove_socket(path)
+        for link in self._follower_links:
+            link.unlink_socket()
+        if self._places is not None:
+            self._places.remove()
 
     def _close_links(self) -> None:
         for link in (self.link, *self._follower_links):
@@ -316,7 +331,16 @@ class EngineChild:
                 assert self._event_loop is not None
                 self._event_loop.call_later(0.02, report, patience - 0.02)
                 return
-            on_exit(process.describe_exit(code))
+            on_message(EngineFailed(process.describe_exit(code)))
+            finish(_REAP_SECONDS)
+
+        def finish(patience: float) -> None:
+            """Report the exit once the other ranks have ended, too: they hold memory."""
+            assert self._event_loop is not None
+            if patience > 0 and not all(rank.ended for rank in self._ranks):
+                self._event_loop.call_later(0.02, finish, patience - 0.02)
+            else:
+                on_exit(process.describe_exit(code))
 
         def notice() -> None:
             """End the other ranks at once: they may wait for this one for ever."""

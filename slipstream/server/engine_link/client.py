@@ -145,6 +145,10 @@ class EngineClient:
         """Add the totals of the engine that this one replaces, which may still finish its work."""
         self._past.predecessor = predecessor
 
+    def drop_ended_predecessor(self) -> None:
+        """Keep the totals of a predecessor that has ended, and no longer the predecessor."""
+        self._past.drop_ended()
+
     @property
     def clients(self) -> tuple[EngineClient, ...]:
         """The clients of all processes: this one."""
@@ -271,7 +275,13 @@ class EngineClient:
         if self._child is not None:
             self._child.kill()
             self._child.close()
+            self._child.reap()
             self._child = None
+
+    def abandon(self) -> None:
+        """Kill the process and remove its files, from any thread, before this process ends."""
+        if (child := self._child) is not None:
+            child.abandon()
 
     # -- messages and exit of the process
 
@@ -292,8 +302,8 @@ class EngineClient:
                 self.on_stats()
         elif isinstance(message, EngineInfo):
             self._begin_to_serve(message)
-        elif isinstance(message, EngineFailed):
-            self._lose(message.reason)
+        elif isinstance(message, EngineFailed) and not self._stopping and self._child is not None:
+            self._lose(message.reason)  # an engine that is stopped or unloaded does not fail
 
     def _follow_log_level(self) -> None:
         """Ask for statistics after each step while verbose lines are logged."""
@@ -394,7 +404,9 @@ class EngineClient:
             self._responsiveness.note_state(self._child.state, tick)
             if self._requests.serving:
                 on_cpu = self.info is not None and self.info.device == "cpu"
-                self._responsiveness.count_silence(tick, self._has_requests, on_cpu)
+                self._responsiveness.count_silence(
+                    tick, self._has_requests, on_cpu, all_known=self._frontends == 1
+                )
             if reason := self._responsiveness.find_hang():
                 await self._kill_hung(reason)
             elif self._requests.serving:
