@@ -23,7 +23,8 @@ from slipstream.client.batch.files import (
 )
 from slipstream.client.batch.sender import BatchSender, ModelName, ServerLost
 from slipstream.client.connection import HttpConnection, ServerError
-from slipstream.offline.progress import BatchProgress, is_shown
+from slipstream.offline.progress import BatchProgress
+from slipstream.progress import is_shown
 
 _INTERRUPTED = 130
 _PLAIN_STEPS = 10  # lines without a terminal

@@ -13,7 +13,7 @@ from slipstream.cli.models.downloads import remove_unused_downloads
 from slipstream.cli.models.found import FoundModel, add_model_name, find_one, given_name
 from slipstream.cli.models.list_models import log_repository
 from slipstream.cli.models.repository_option import add_repository, repository_folder
-from slipstream.cli.progress import size_text
+from slipstream.progress import size_text
 from slipstream.repository.collection import UserModel, list_models, remove_model, users_of
 from slipstream.repository.config import CONFIG_NAME
 from slipstream.repository.known import remember_repository, served_repositories
