@@ -14,7 +14,8 @@ from typing import TextIO
 _BAR_COLUMNS = 24  # most columns between the brackets of a bar
 _LEAST_BAR_COLUMNS = 8  # a line without room for these has no bar
 _INTERVAL_SECONDS = 0.1  # between two lines
-_PLAIN_STEPS = 10  # plain lines of a phase
+_PLAIN_STEPS = 10  # most plain lines of a phase
+_PLAIN_SECONDS = 1.0  # between two plain lines
 
 
 def is_shown(wanted: bool | None) -> bool:
@@ -97,7 +98,8 @@ class PhaseProgress:
         self._line = line
         self._phase = ""
         self._began = 0.0
-        self._steps = 0  # plain lines of this phase so far
+        self._steps = 0  # tenths of this phase that the last plain line told
+        self._told = 0.0  # time of the last plain line
 
     def update(self, phase: str, done: int, total: int) -> None:
         """Take the progress that functions of weights/ report. total 0: of unknown length"""
@@ -107,8 +109,9 @@ class PhaseProgress:
             self._line.show(f"{phase}: {self._figures(done, total)}", done, total)
             if done >= total:
                 self._line.end()
-        elif total and done * _PLAIN_STEPS // total > self._steps:
+        elif total and self._is_due(done, total):
             self._steps = done * _PLAIN_STEPS // total
+            self._told = time.monotonic()
             self.say(f"{phase}: {done * 100 // total}%, {self._figures(done, total)}")
 
     def say(self, text: str) -> None:
@@ -121,10 +124,16 @@ class PhaseProgress:
         if self._line is not None:
             self._line.end()
 
+    def _is_due(self, done: int, total: int) -> bool:
+        """Return whether a plain line is due: for a further tenth, not too often, and the last."""
+        if done * _PLAIN_STEPS // total <= self._steps:
+            return False
+        return done >= total or time.monotonic() - self._told >= _PLAIN_SECONDS
+
     def _begin(self, phase: str, total: int) -> None:
         self.end()
         self._phase = phase
-        self._began = time.monotonic()
+        self._began = self._told = time.monotonic()
         self._steps = 0
         if not total:
             self.say(phase[:1].upper() + phase[1:])

@@ -145,6 +145,16 @@ def test_a_phase_that_was_not_finished_ends_its_line() -> None:
     assert told == ["a line"]
 
 
+def test_a_fast_phase_writes_two_plain_lines() -> None:
+    told: list[str] = []
+    display = PhaseProgress(told.append, None)
+    for done in range(101):
+        display.update("weights", done * 1_000_000, 100_000_000)
+    first, last = told
+    assert first == "weights: 100.0 MB"
+    assert last.startswith("weights: 100%, 100.0/100.0 MB, ")
+
+
 def test_progress_is_shown_in_terminals_and_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_shown(True)
     assert not is_shown(None)

@@ -10,7 +10,7 @@ import argparse
 import difflib
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from slipstream.cli.log import log
@@ -29,6 +29,8 @@ FRONTENDS_HELP = (
     "fewer than 8 cores, else a quarter of the cores, at most 8"
 )
 NO_EFFECT = "Accepted for compatibility; no effect."
+_LEAST_LIKENESS = 0.6  # of an option that an error suggests
+_MOST_SUGGESTED = 3
 _NO_EFFECT_TITLE = "accepted for compatibility; no effect"
 
 
@@ -100,9 +102,8 @@ class Parser(argparse.ArgumentParser):
         name = argument.partition("=")[0]
         if not name.startswith("-"):
             return f"unexpected argument '{argument}'"
-        options = self.long_options()
-        close = difflib.get_close_matches(name.replace("_", "-"), options, n=1)
-        hint = f"; did you mean {options[close[0]]}?" if close else ""
+        close = close_options(name.replace("_", "-"), self.long_options())
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
         return f"there is no option {name}{hint}"
 
     def long_options(self) -> dict[str, str]:
@@ -150,6 +151,29 @@ class Parser(argparse.ArgumentParser):
         width = max(20, shutil.get_terminal_size().columns - len("usage: ") - 2)
         lines = textwrap.wrap(usage, width, break_on_hyphens=False)
         return "\n         ".join(lines).replace("%", "%%")
+
+
+def close_options(name: str, options: Mapping[str, str]) -> list[str]:
+    """Return the options that a mistyped one may mean: the nearest one, or those with a nearer
+    word in their names, as --http-port for --port. options: their names with '-' → as declared
+    """
+    word = name.lstrip("-")
+    whole = {option: _likeness(word, option.lstrip("-")) for option in options}
+    parts = {
+        option: max(_likeness(word, part) for part in option.lstrip("-").split("-"))
+        for option in options
+    }
+    nearest = max(whole, key=whole.__getitem__, default="")
+    best = max(parts.values(), default=0.0)
+    if nearest and whole[nearest] >= max(best, _LEAST_LIKENESS):
+        return [options[nearest]]
+    if best < _LEAST_LIKENESS:
+        return []
+    return [options[option] for option in parts if parts[option] == best][:_MOST_SUGGESTED]
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 class _Group:

@@ -469,8 +469,9 @@ def test_only_a_running_tritonserver_counts_as_busy(tmp_path: Path) -> None:
 
 
 def test_progress_without_a_terminal_is_plain_lines(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("slipstream.progress._PLAIN_SECONDS", 0.0)
     with ProgressLines() as lines:
         for done in (0, 1_000_000_000, 1_050_000_000, 2_000_000_000):
             lines.update("weights", done, 2_000_000_000)
