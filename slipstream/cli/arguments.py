@@ -180,10 +180,7 @@ def close_options(name: str, options: Mapping[str, str]) -> list[str]:
     """
     word = name.lstrip("-")
     whole = {option: _likeness(word, option.lstrip("-")) for option in options}
-    parts = {
-        option: max(_likeness(word, part) for part in option.lstrip("-").split("-"))
-        for option in options
-    }
+    parts = {option: _part_likeness(word, option) for option in options}
     nearest = max(whole, key=whole.__getitem__, default="")
     best = max(parts.values(), default=0.0)
     if nearest and whole[nearest] >= max(best, _LEAST_LIKENESS):
@@ -191,6 +188,11 @@ def close_options(name: str, options: Mapping[str, str]) -> list[str]:
     if best < _LEAST_LIKENESS:
         return []
     return [options[option] for option in parts if parts[option] == best][:_MOST_SUGGESTED]
+
+
+def _part_likeness(word: str, option: str) -> float:
+    """Return the likeness of a word to the nearest part of an option's name."""
+    return max(_likeness(word, part) for part in option.lstrip("-").split("-"))
 
 
 def _likeness(one: str, other: str) -> float:
