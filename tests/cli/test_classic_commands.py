@@ -532,26 +532,27 @@ def test_only_a_running_tritonserver_counts_as_busy(tmp_path: Path) -> None:
 
 
 def test_progress_without_a_terminal_is_plain_lines(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("slipstream.progress._PLAIN_SECONDS", 0.0)
     with ProgressLines() as lines:
         for done in (0, 1_000_000_000, 1_050_000_000, 2_000_000_000):
             lines.update("weights", done, 2_000_000_000)
     first, half, whole = capsys.readouterr().out.splitlines()
-    assert first == "[INFO] weights: 2.00 GB to write"
-    assert half.startswith("[INFO] weights: 50%, 1.00 GB of 2.00 GB, ")
+    assert first == "[INFO] weights: 2.00 GB"
+    assert half.startswith("[INFO] weights: 50%, 1.00/2.00 GB, ")
     assert half.endswith(" GB/s, 0 s left")
-    assert whole.startswith("[INFO] weights: 100%, 2.00 GB of 2.00 GB, ")
+    assert whole.startswith("[INFO] weights: 100%, 2.00/2.00 GB, ")
 
 
 def test_progress_of_a_fetch_is_no_build(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressLines() as lines:
-        lines.update("fetching org/name from the hub", 0, 1_000_000)
-        lines.update("fetching org/name from the hub", 1_000_000, 1_000_000)
+        lines.update("fetching org/name", 0, 1_000_000)
+        lines.update("fetching org/name", 1_000_000, 1_000_000)
         assert not lines.built
         lines.update("weights", 0, 1_000_000)
         assert lines.built
-    assert "[INFO] fetching org/name from the hub: 1.0 MB to fetch" in capsys.readouterr().out
+    assert "[INFO] fetching org/name: 1.0 MB" in capsys.readouterr().out
 
 
 def test_every_command_is_listed_in_the_help() -> None:

@@ -65,8 +65,8 @@ class RankProcess:
         variables: Mapping[str, str] | None = None,
     ) -> None:
         """`name`: name of the engine model in the log. `variables`: for its environment."""
-        # On a terminal the process shows a progress bar itself. Elsewhere its output is captured
-        # and logged.
+        # On a terminal the process writes its lines itself. Elsewhere its output is captured and
+        # logged.
         log = HANDLER.settings
         terminal = sys.stderr.isatty() and log.format != "json" and not log.file
         place = order.place
