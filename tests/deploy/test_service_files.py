@@ -81,6 +81,23 @@ def test_the_workflow_runs_the_check_of_the_repository():
     assert any("pytest -m browser" in command for command in commands)
 
 
+def test_the_workflow_for_clusters_runs_the_tests_of_launchers_and_ray():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/cluster.yml").read_text())
+    job = workflow["jobs"]["cluster"]
+    names = [
+        Path(word).stem for words in job["strategy"]["matrix"]["tests"] for word in words.split()
+    ]
+    tests = ROOT / "tests" / "deploy"
+    assert all("mark.cluster" in (tests / f"{name}.py").read_text() for name in names)
+    marked = {path.stem for path in tests.glob("test_*.py") if "mark.cluster" in path.read_text()}
+    # manifests and service files need no cluster for most; pods need namespaces of their own
+    assert marked - set(names) == {"test_manifests", "test_pods", "test_service_files"}
+    installed = job["steps"][0]["run"].split()
+    assert {"slurm-wlm", "munge", "openmpi-bin", "libpmix-dev", "nginx", "prometheus"} <= set(
+        installed
+    )
+
+
 @pytest.mark.parametrize("name", ["bug", "feature"])
 def test_an_issue_form_has_the_fields_that_github_needs(name):
     form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text())
