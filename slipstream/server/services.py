@@ -224,7 +224,11 @@ class Services:
             self._http.close(seconds),
             self._metrics.close(seconds),
         )
-        await self.loader.close()
+        try:
+            async with asyncio.timeout(most_seconds):
+                await self.loader.close()
+        except TimeoutError:
+            logger.warning("models do not end within %.1f s and are given up", most_seconds)
         self._memory.close()
         await asyncio.to_thread(self._trace.close)
 

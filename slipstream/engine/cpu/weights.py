@@ -95,6 +95,26 @@ class StoredWeights:
         self._take(f"{name}.weight", None)
         return found
 
+    def matrices(
+        self, name: str, count: int, outputs: int, inputs: int, gated: bool = False
+    ) -> tuple[Packed, ...]:
+        """Return `count` matrices whose rows follow each other in `name`.weight, packed alike."""
+        for kind in ("weight", "scales"):
+            whole = self._left.get(f"{name}.{kind}")
+            if whole is None or shape_of(whole)[0] != count * outputs:
+                continue
+            del self._left[f"{name}.{kind}"]
+            for index in range(count):
+                rows = _take_rows(whole, index * outputs, (index + 1) * outputs)
+                self._left[f"{name}.{index}.{kind}"] = rows
+        found = []
+        for index in range(count):
+            parts = self.matrix(f"{name}.{index}", outputs, inputs, gated)
+            if len(parts) > 1:
+                raise ValueError(f"{name}.weight: an expert has parts of several formats")
+            found.append(parts[0])
+        return tuple(found)
+
     def _pack(self, name: str, shape: tuple[int, int], gated: bool) -> tuple[Packed, ...]:
         scales = self._left.pop(f"{name}.scales", None)
         if scales is not None:
@@ -183,6 +203,12 @@ def expand_rows(rows: QuantisedRows) -> np.ndarray:
     if rows.offsets is not None:
         by_group += rows.offsets[..., None]
     return by_group.reshape(len(by_group), -1)
+
+
+def _take_rows(weight: Weight, first: int, last: int) -> Weight:
+    if isinstance(weight, BlockMatrix):
+        return weight.take([(first, last)])
+    return weight._replace(array=weight.array[first:last])
 
 
 def _pack_blocks(matrix: BlockMatrix, gated: bool) -> tuple[Packed, ...] | None:

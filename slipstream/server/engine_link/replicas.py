@@ -263,6 +263,10 @@ class Replicas:
         """Add the totals of the engine that this one replaces, which may still finish its work."""
         self._past.predecessor = predecessor
 
+    def drop_ended_predecessor(self) -> None:
+        """Keep the totals of a predecessor that has ended, and no longer the predecessor."""
+        self._past.drop_ended()
+
     def spawn(self) -> None:
         """Start the processes. Call this from the main thread, as `EngineClient.spawn`."""
         for client in self.clients:
@@ -324,6 +328,11 @@ class Replicas:
         """End the processes now, without an event loop."""
         for client in self.clients:
             client.kill()
+
+    def abandon(self) -> None:
+        """Kill the processes and remove their files, from any thread, before this process ends."""
+        for client in self.clients:
+            client.abandon()
 
 
 class LinkedReplicas:

@@ -200,6 +200,11 @@ class Frontends:
         for member in self._members:
             member.reap()
 
+    def abandon(self) -> None:
+        """End the processes, from any thread, before this process ends."""
+        for member in self._members:
+            member.kill()
+
     # -- the state of the server
 
     def _state(self, member: Member) -> Follow:

@@ -280,8 +280,9 @@ def activate(f: Function, kind: str, x: Value) -> Value:
     """Return an activation function of the MLP."""
     if kind == "silu":
         return x * sigmoid(f, x)
-    if kind == "relu":
-        return f.select(x > 0.0, x, f.value(VF32, 0.0))
+    if kind in ("relu", "relu_squared"):
+        bounded = f.select(x > 0.0, x, f.value(VF32, 0.0))
+        return bounded if kind == "relu" else bounded * bounded
     if kind == "gelu":
         return x * 0.5 * (erf(f, x * 0.7071067811865476) + 1.0)
     assert kind == "gelu_tanh"
