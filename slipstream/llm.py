@@ -30,7 +30,7 @@ from slipstream.offline.generation import GenerationFailed, complete, pool, run_
 from slipstream.offline.guides import StructuredOutputsParams
 from slipstream.offline.model import engine_folder
 from slipstream.offline.pooling import Pooling, Vectors, cosines, pair_texts, sigmoids
-from slipstream.offline.progress import BatchProgress, LoadProgress, is_shown
+from slipstream.offline.progress import BatchProgress, LoadProgress
 from slipstream.offline.results import Completion, Logprob, RequestOutput
 from slipstream.offline.sampling_params import (
     Prompt,
@@ -39,6 +39,7 @@ from slipstream.offline.sampling_params import (
     choose_params,
 )
 from slipstream.offline.serving import LLMServer, served_name, start_options
+from slipstream.progress import is_shown
 from slipstream.server.engine_link.engine import TextRequest
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.text.chat import Message

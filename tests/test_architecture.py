@@ -25,7 +25,7 @@ ORDER = (
     ("engine",),
     ("model",),
     ("kernels",),
-    ("version",),
+    ("progress", "version"),
 )
 RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}
 

@@ -1,6 +1,6 @@
-"""What a layer does to queries, keys and values between its linear layer and RoPE, where the
-kernels of RoPE do not do it: bounds, norms with weights of their own for each head, and scales that
-grow with the position.
+"""The operations on queries, keys and values between a layer's linear layer and RoPE, where the
+kernels of RoPE do not do them: bounds, norms with weights of their own for each head, and scales
+that grow with the position.
 """
 
 from __future__ import annotations

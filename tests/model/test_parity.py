@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dequantised import dequantise
 from run_engine import all_logits, engine, generate, greedy_choices, logits_of, run_all
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, config_of, positions_of, random_model
@@ -20,7 +21,6 @@ from slipstream.engine.sampling_params import SamplingParams
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import BuildLimits
 from slipstream.weights.engine_folder import read_engine_folder
-from slipstream.weights.quantise import dequantise
 from slipstream.weights.sources.open_source import open_source
 
 LENGTH = 320

@@ -1,4 +1,4 @@
-"""Web pages and foreign names: what a browser on the user's machine may make the server do."""
+"""Web pages and host names of other sites: what a browser on the user's machine may make the server do."""
 
 from __future__ import annotations
 

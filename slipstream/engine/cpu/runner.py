@@ -115,13 +115,7 @@ class CpuRunner:
         if self.adapters is None:
             return None
         pages = [self.rows.pages[row] for row in plan.rows]
-        if not any(pages):
-            return None
-        from slipstream.kernels.adapters import CpuStepAdapters
-
-        return CpuStepAdapters(
-            self.adapters, pages, plan.counts, batch_invariant=self.model.options.deterministic
-        )
+        return self.adapters.on_cpu(pages, plan.counts, self.model.options.deterministic)
 
     def close(self) -> None:
         """End the threads."""

@@ -20,6 +20,7 @@ from slipstream.kernels.stored import (
     StoredArray,
     Weight,
     bfloat16_to_float32,
+    check_all_taken,
     round_to_bfloat16,
     shape_of,
     to_bfloat16,
@@ -148,13 +149,7 @@ class StoredWeights:
 
     def close(self) -> None:
         """Raise an error that lists the missing and the unused tensors, if there are any."""
-        problems = []
-        if self._missing:
-            problems.append(f"missing tensors: {_some(self._missing)}")
-        if self._left:
-            problems.append(f"unknown tensors: {_some(sorted(self._left))}")
-        if problems:
-            raise ValueError("; ".join(problems))
+        check_all_taken(self._missing, self._left)
         if self._file is not None:
             self._file.finish()
 
@@ -250,8 +245,3 @@ def _join(parts: tuple[BlockRows, ...]) -> QuantisedRows | None:
         np.concatenate([one.scales for one in rows]),
         np.concatenate(offsets) if offsets else None,
     )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:6])
-    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

@@ -19,7 +19,7 @@ _HEADER_FIELDS = 4
 
 
 class Rows(IntEnum):
-    """Which rows of a step an operation computes."""
+    """The rows of a step that an operation computes."""
 
     TOKENS = 0
     SAMPLES = 1  # tokens whose final states are computed
@@ -27,7 +27,7 @@ class Rows(IntEnum):
 
 
 class Format(IntEnum):
-    """How rows of activations are stored. The width of a row is a multiple of 32."""
+    """The storage of rows of activations. The width of a row is a multiple of 32."""
 
     F32 = 0
     BF16 = 1
@@ -45,7 +45,7 @@ def row_bytes(kind: Format, width: int) -> int:
 
 
 class WeightFormat(IntEnum):
-    """How the weights of 32 outputs are packed; see pack.py and pack_levels.py."""
+    """The packed layout of the weights of 32 outputs; see pack.py and pack_levels.py."""
 
     F32 = 0
     BF16 = 1
@@ -57,7 +57,7 @@ class WeightFormat(IntEnum):
 
 
 class TableFormat(IntEnum):
-    """How embeddings are stored: as packed weights of these formats, or row by row."""
+    """The storage of embeddings: as packed weights of these formats, or row by row."""
 
     F32 = WeightFormat.F32
     BF16 = WeightFormat.BF16
@@ -72,7 +72,7 @@ class TableFormat(IntEnum):
 
 
 class Epilogue(IntEnum):
-    """What a linear layer does with its result."""
+    """The operation on the result of a linear layer."""
 
     STORE = 0
     ADD = 1  # to the float32 target

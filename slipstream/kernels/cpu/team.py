@@ -86,7 +86,7 @@ def _stop(
     threads: list[threading.Thread],
     kept: object,
 ) -> None:
-    """Let the threads leave compiled code, and wait for them. `kept` is the memory they use."""
+    """Make the threads leave compiled code, and wait for them. `kept` is the memory they use."""
     shared[int(Offsets.STOP) // 8] = 1
     launch(own)  # type: ignore[operator]
     for thread in threads:

@@ -272,7 +272,7 @@ class _Answers:
 
     @property
     def keep_order(self) -> bool:
-        """Whether the model answers once: such responses keep the order of their requests."""
+        """Return whether responses keep the order of their requests: the model answers once."""
         return self._admitted is not None and not self._admitted.entry.model.decoupled
 
     async def run(self, after: asyncio.Task[None] | None) -> None:

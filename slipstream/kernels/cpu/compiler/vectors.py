@@ -8,7 +8,6 @@ from slipstream.kernels.cpu.compiler.function import Function
 from slipstream.kernels.cpu.compiler.values import (
     BF16,
     F16,
-    F32,
     I8,
     I16,
     I32,
@@ -289,8 +288,3 @@ def activate(f: Function, kind: str, x: Value) -> Value:
     assert kind == "gelu_tanh"
     inner = (x + x * x * x * 0.044715) * 0.7978845608028654
     return x * 0.5 * (tanh(f, inner) + 1.0)
-
-
-def to_float(f: Function, bits: Value) -> Value:
-    """Return the float32 in the lower half of a 64-bit field."""
-    return bits.to(I32).bits(F32)
