@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 from slipstream.cli.log import log
 
-MOST_FRONTENDS = 64
+MAX_FRONTENDS = 64
 REPLICAS_HELP = (
     "Run this many engines of each engine model, and send each request to the one that has its "
     "prefix in the KV cache (default: the count of instance_group in config.pbtxt)"
@@ -299,8 +299,8 @@ def frontend_count(text: str) -> int:
     """Return a number of server processes; 0 stands for `auto`."""
     if text == "auto":
         return 0
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_FRONTENDS:
-        raise argparse.ArgumentTypeError(f"must be auto or 1 to {MOST_FRONTENDS}, not '{text}'")
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_FRONTENDS:
+        raise argparse.ArgumentTypeError(f"must be auto or 1 to {MAX_FRONTENDS}, not '{text}'")
     return int(text)
 
 

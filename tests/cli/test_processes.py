@@ -61,11 +61,11 @@ def test_the_only_server_is_chosen_without_a_name() -> None:
 
 
 def test_servers_of_others_are_stopped_only_by_name() -> None:
-    foreign = replace(ONE, own=False)
-    assert choose_servers([foreign, TWO], None, None) == [TWO]
-    assert choose_servers([foreign, TWO], "all", None) == [TWO]
-    assert choose_servers([foreign, TWO], "11", None) == [foreign]
-    assert choose_servers([foreign, TWO], None, 8000) == [foreign]
+    other = replace(ONE, own=False)
+    assert choose_servers([other, TWO], None, None) == [TWO]
+    assert choose_servers([other, TWO], "all", None) == [TWO]
+    assert choose_servers([other, TWO], "11", None) == [other]
+    assert choose_servers([other, TWO], None, 8000) == [other]
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ def test_the_nightly_workflow_runs_what_the_default_tests_leave_out():
     ]
     marked = {found for text in commands for found in re.findall(r"pytest -m (\w+)", text)}
     every = {marker.partition(":")[0] for marker in PYTEST["markers"]}
-    elsewhere = {"gate", "gpu", "live"}  # in ci.yml; needs a GPU; needs nvidia-pytriton
+    # gates are in ci.yml, clusters in cluster.yml; the others need a GPU or nvidia-pytriton
+    elsewhere = {"gate", "cluster", "gpu", "live"}
     assert marked == every - elsewhere
     image = "\n".join(step.get("run", "") for step in workflow["jobs"]["image"]["steps"])
     guide = (ROOT / "docs" / "first-hour.md").read_text()
@@ -109,6 +110,23 @@ def test_the_notes_of_a_release_are_its_part_of_the_changelog():
     found = subprocess.run([*program, "9.9.9"], capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (1, "")
     assert found.stderr == f"the tag is for 9.9.9, but slipstream/version.py says {VERSION}\n"
+
+
+def test_the_workflow_for_clusters_runs_the_tests_of_launchers_and_ray():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/cluster.yml").read_text())
+    job = workflow["jobs"]["cluster"]
+    names = [
+        Path(word).stem for words in job["strategy"]["matrix"]["tests"] for word in words.split()
+    ]
+    tests = ROOT / "tests" / "deploy"
+    assert all("mark.cluster" in (tests / f"{name}.py").read_text() for name in names)
+    marked = {path.stem for path in tests.glob("test_*.py") if "mark.cluster" in path.read_text()}
+    # manifests and service files need no cluster for most; pods need namespaces of their own
+    assert marked - set(names) == {"test_manifests", "test_pods", "test_service_files"}
+    installed = job["steps"][0]["run"].split()
+    assert {"slurm-wlm", "munge", "openmpi-bin", "libpmix-dev", "nginx", "prometheus"} <= set(
+        installed
+    )
 
 
 @pytest.mark.parametrize("name", ["bug", "feature"])

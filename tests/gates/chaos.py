@@ -22,23 +22,20 @@ _READY = "/v2/health/ready"
 _TRACED = ("--trace-config", "level=TIMESTAMPS", "--trace-config", "rate=1")
 
 
-async def run(folder: Path, long: bool) -> list[Row]:
+async def run(folder: Path, long: bool, rows: list[Row]) -> None:
     """`long`: several times, because a signal meets the server in another state each time. It also
     tries servers of several processes, and memory and disks that fail.
     """
-    rows = []
     for round_number in range(5 if long else 1):
         place = folder / str(round_number)
         place.mkdir()
-        rows += await _run_once(place)
+        await _run_once(place, rows)
     if long:
-        rows += await run_limits(folder / "limits")
-        rows += await run_parts(folder / "parts")
-    return rows
+        await run_limits(folder / "limits", rows)
+        await run_parts(folder / "parts", rows)
 
 
-async def _run_once(folder: Path) -> list[Row]:
-    rows = []
+async def _run_once(folder: Path, rows: list[Row]) -> None:
     for number in (signal.SIGKILL, signal.SIGSEGV):
         rows.append(await _kill_engine(folder / number.name, number, streams=_STREAMS))
     rows.append(await _kill_engine(folder / "idle", signal.SIGKILL, streams=0))
@@ -49,7 +46,6 @@ async def _run_once(folder: Path) -> list[Row]:
     rows.append(await _stop_while_loading(folder / "stopping"))
     rows.append(await _damaged_engine(folder / "damaged"))
     rows.append(await _full_disk(folder / "disk"))
-    return rows
 
 
 def _start(folder: Path, *options: str, engine: str = "fine") -> TinyServer:

@@ -31,15 +31,15 @@ _STREAMS = 16
 _READY = "/v2/health/ready"
 
 
-async def run_parts(folder: Path) -> list[Row]:
+async def run_parts(folder: Path, rows: list[Row]) -> None:
     folder.mkdir()
-    rows = [await _replica(folder / "replicas"), await _front_end(folder / "front ends")]
+    rows.append(await _replica(folder / "replicas"))
+    rows.append(await _front_end(folder / "front ends"))
     for number in (signal.SIGKILL, signal.SIGSTOP):
         rows.append(await asyncio.to_thread(_python_model, folder / f"python{number}", number))
     engine = await asyncio.to_thread(build_tiny_engine, folder / "ranks")
     for rank in (0, 1):
         rows += await asyncio.to_thread(_rank, folder / f"rank{rank}", engine, rank)
-    return rows
 
 
 def _engines(server: TinyServer) -> list[int]:

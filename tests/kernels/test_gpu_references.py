@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention_steps import DEVICE, GPU, MIXES, gpu_plan, slots_of, tables_of
+from dequantised import dequantise
 
 from slipstream.engine.cache.window import Window
 from slipstream.kernels import activation, normalisation, rotary
@@ -23,7 +24,7 @@ from slipstream.kernels.gpu.gemv import gemv
 from slipstream.kernels.gpu.linear import Fp32OutputLinear, GpuLinear, WeightOnlyLinear
 from slipstream.kernels.gpu.skinny_gemm import skinny_gemm
 from slipstream.kernels.inputs import Quantised, plain, quantise
-from slipstream.weights.quantise import dequantise, quantise_fp8, quantise_rows
+from slipstream.weights.quantise import quantise_fp8, quantise_rows
 
 DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}

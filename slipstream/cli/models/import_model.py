@@ -23,13 +23,13 @@ from slipstream.repository.collection import (
     remove_former_engines,
     set_engine_parameter,
 )
-from slipstream.repository.known import DEFAULT_REPOSITORY, remember_repository
 from slipstream.repository.templates import (
     FIXED_NAMES,
     RepositoryExists,
     check_free,
     write_repository,
 )
+from slipstream.repository.used_repositories import DEFAULT_REPOSITORY, remember_repository
 from slipstream.weights.cache.engines import cached_engine, describe_engine, type_name
 from slipstream.weights.cache.locks import locked
 from slipstream.weights.engine_config import EngineFolderError, read_engine_config

@@ -28,7 +28,7 @@ from slipstream.cli.log import log
 from slipstream.cli.models.served_model import find_model_to_serve, prepare_repository
 from slipstream.repository.config import CONFIG_NAME
 from slipstream.server.engine_link.child import API_KEY_VARIABLE, child_environment
-from slipstream.server.log.parent import die_with
+from slipstream.server.log.parent_death import die_with
 
 _HTTP = re.compile(r"Started HTTPService at (\S+:\d+)")
 _LOOK_SECONDS = 0.05  # between two looks at the server's log

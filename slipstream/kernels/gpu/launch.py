@@ -80,7 +80,7 @@ class CachedKernel:
         )
 
     def _collect(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        """Let Triton's hook see a variant that is not compiled; launch nothing."""
+        """Show Triton's hook a variant that is not compiled; launch nothing."""
         kind = (*map(_kind, arguments), *constants.values())
         if kind not in self._compiled and kind not in self._collected:
             self._collected.add(kind)
@@ -179,7 +179,7 @@ def wait(OVERLAP: tl.constexpr):
 
 @triton.jit
 def trigger_next(OVERLAP: tl.constexpr):
-    """Let the next kernel start once every CTA of this one has called this function or ended.
+    """Start the next kernel once every CTA of this one has called this function or ended.
 
     From then on the next kernel occupies registers and shared memory.
     """

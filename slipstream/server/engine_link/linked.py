@@ -45,7 +45,7 @@ class LinkedEngine:
 
     @property
     def failure(self) -> str | None:
-        """Why it does not serve; None while it serves or loads for the first time."""
+        """Return why it does not serve; None while it serves or loads for the first time."""
         return self._requests.failure
 
     @property

@@ -45,7 +45,7 @@ _NO_HOST = "the request has no Host header"
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What one client may use of the server."""
+    """The limits of one client."""
 
     url_bytes: int = 8192
     head_bytes: int = 64 << 10  # size of all headers of a request, and of all trailers

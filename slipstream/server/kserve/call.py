@@ -19,7 +19,7 @@ class SharedPlace:
 
 @dataclass(frozen=True)
 class WantedOutput:
-    """How one output is to be written."""
+    """The encoding that a client requests for one output."""
 
     name: str
     binary: bool = False

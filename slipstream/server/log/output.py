@@ -1,4 +1,4 @@
-"""Where log lines go and which levels are written: the one handler of the standard `logging`.
+"""The one handler of the standard `logging`: the destinations of log lines and their levels.
 
 Modules log through `logging.getLogger(__name__)`. A command calls `configure_log` when it starts,
 and clients may change the settings of a running server.

@@ -19,7 +19,7 @@ MAX_OBSERVATIONS = 4096  # per summary; above it, a random observation makes roo
 
 @dataclass(frozen=True)
 class SummaryIncrement:
-    """What a summary has observed since the last time."""
+    """The observations of a summary since the last time."""
 
     count: int
     sum: int

@@ -1,4 +1,5 @@
-"""What text and token models share: the queue before their engine, and the loop that answers.
+"""The common part of text and token models: the queue before their engine, and the loop that
+answers.
 
 Each token of a streamed request passes at most five async iterators, from the protocol down:
 
