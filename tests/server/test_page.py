@@ -450,7 +450,13 @@ def test_metrics_become_rates_and_quantiles(modules: Path) -> None:
         [0, 25, 50, 75, 100],
         [0, 500, 1000, 1500],
     ]
-    assert found["counts"] == [[0, 1], [0, 1], [0, 1, 2, 3, 4], [0, 2, 4, 6], [0, 50, 100, 150, 200]]
+    assert found["counts"] == [
+        [0, 1],
+        [0, 1],
+        [0, 1, 2, 3, 4],
+        [0, 2, 4, 6],
+        [0, 50, 100, 150, 200],
+    ]
     assert found["short"] == ["–", "0", "0.012", "1.3", "250", "12.3k", "2.0M"]
 
 
