@@ -106,6 +106,7 @@ class EngineClient:
         self._start_child = partial(
             EngineChild, command, str(engine_folder), settings, name, frontends, hosts, process
         )
+        self._one_process = frontends == 1  # all requests of the engine are this process's
         self._supervision = supervision
         self._name = name
         # what the log calls it
@@ -401,7 +402,7 @@ class EngineClient:
             if self._requests.serving:
                 on_cpu = self.info is not None and self.info.device == "cpu"
                 self._responsiveness.count_silence(
-                    tick, self._has_requests, on_cpu, all_known=self._frontends == 1
+                    tick, self._has_requests, on_cpu, all_known=self._one_process
                 )
             if reason := self._responsiveness.find_hang():
                 await self._kill_hung(reason)
