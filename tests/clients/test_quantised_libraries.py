@@ -109,10 +109,15 @@ FORMS = {
 }
 
 
+KEPT_FP8 = {"fp8-tensor", "fp8-channel", "hf-fp8-tensor", "modelopt-fp8", "modelopt-fp8-channel"}
+
+
 def assert_kept(written: Path, close: float) -> None:
     folder = build_engine(written / "quantised", written / "engine", dtype="auto")
     engine = read_engine_folder(folder)
     stored = engine.quantisation.stored
+    kept_fp8 = written.name in KEPT_FP8
+    assert engine.quantisation.algorithm == ("FP8" if kept_fp8 else "GGUF" if stored else None)
     assert {part.form for parts in stored.values() for part in parts} == (
         {FORMS[written.name]} if written.name in FORMS else set()
     )
