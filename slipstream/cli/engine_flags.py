@@ -27,13 +27,14 @@ _CAPACITY = (
 )
 
 
-def add_engine_flags(parser: Parser) -> None:
-    _add_engines(parser)
-    _add_capacity(parser)
+def add_engine_flags(parser: Parser, extended: bool = False) -> None:
+    """extended: only --help-all shows them"""
+    group = parser.extended_group if extended else parser.group
+    _add_engines(group("engines"))
+    _add_capacity(group("capacity", _CAPACITY))
 
 
-def _add_engines(parser: Parser) -> None:
-    group = parser.group("engines")
+def _add_engines(group: ArgumentContainer) -> None:
     _add_devices(group)
     add_weight_only(group, "; needs MODEL, because the engines of a repository are already built")
     group.add_argument(
@@ -144,8 +145,7 @@ def add_weight_only(group: ArgumentContainer, note: str = "") -> None:
     )
 
 
-def _add_capacity(parser: Parser) -> None:
-    group = parser.group("capacity", _CAPACITY)
+def _add_capacity(group: ArgumentContainer) -> None:
     group.add_argument(
         *flags("max_rows"),
         dest="max_rows",

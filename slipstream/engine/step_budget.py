@@ -1,5 +1,5 @@
-"""How many prompt tokens a step may compute beside running streams. No torch and no clock here: the
-budget depends on the plans and times that it was given.
+"""The number of prompt tokens that a step may compute beside running streams. No torch and no clock
+here: the budget depends on the plans and times that it was given.
 
 Every token of a stream waits for the whole step. `PromptSpread` spreads prompts over steps. For a
 target of the time between tokens, `StepBudget` predicts the time of a step from its work by a
@@ -217,7 +217,7 @@ class StepTimeModel:
 
 
 class PromptLimits:
-    """What limits the prompt tokens of a step: all of these, some or none."""
+    """The limits on the prompt tokens of a step: all of these, some or none."""
 
     def __init__(
         self,

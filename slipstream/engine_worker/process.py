@@ -64,11 +64,8 @@ def start_real_engine(
         return start_own_ranks(engine_folder, settings)
     on_gpu = not cpu_probe.runs_on_cpu(settings)
     compiler = _start_compiling(engine_folder, settings) if on_gpu else None
-    if place is None and not on_gpu:
-        settings = cpu_probe.prepare(settings, read_engine_config(engine_folder).spec)
-    else:
-        settings = cpu_probe.prepare(settings)
     try:
+        settings = cpu_probe.prepare(settings, read_engine_config(engine_folder).spec)
         if place is not None:
             from slipstream.engine_worker.ranks import start_leader
 

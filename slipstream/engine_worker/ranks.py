@@ -153,7 +153,7 @@ def start_own_ranks(engine_folder: str, settings: EngineSettings) -> EngineLoop:
     """
     config = read_engine_config(engine_folder)
     check_ranks(config.spec, config.quantisation, settings.ranks or 1)
-    settings = cpu_probe.prepare(settings)
+    settings = cpu_probe.prepare(settings, config.spec)
     followers = FollowerProcesses(ENGINE_COMMAND, engine_folder, settings)
     wait_for_failure = partial(followers.find_failure, _FAILURE_SECONDS)
     try:
@@ -179,7 +179,7 @@ def start_own_ranks(engine_folder: str, settings: EngineSettings) -> EngineLoop:
 
 def run_follower(engine_folder: str, settings: EngineSettings, place: RankPlace) -> None:
     """Follow the leading rank until it ends this one."""
-    settings = cpu_probe.prepare(settings)
+    settings = cpu_probe.prepare(settings, read_engine_config(engine_folder).spec)
     store = open_store(place)
     if place.local is None:
         link = LeaderLink(place.sockets[place.rank - 1])
@@ -200,7 +200,7 @@ def run_follower(engine_folder: str, settings: EngineSettings, place: RankPlace)
 
 @contextmanager
 def _one_interface(place: RankPlace) -> Iterator[None]:
-    """Let gloo and NCCL listen on one interface only: loopback if all ranks are on this machine,
+    """Make gloo and NCCL listen on one interface only: loopback if all ranks are on this machine,
     else the one that leads to rank 0, unless the environment names another.
     """
     before = {name: os.environ.get(name) for name in _INTERFACE_VARIABLES}

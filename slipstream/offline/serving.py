@@ -141,7 +141,7 @@ class LLMServer:
             raise ServerFailed(f"the server ended ({describe_exit(code)}); its log:\n{lines}")
 
     def stop(self) -> None:
-        """Let running requests finish, for the exit timeout at most, and end the server."""
+        """Wait until running requests finish, for the exit timeout at most, and end the server."""
         if self.running:
             self._process.send_signal(signal.SIGTERM)
             try:

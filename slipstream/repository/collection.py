@@ -33,7 +33,7 @@ class UserModel:
 
     @property
     def served(self) -> bool:
-        """Whether a running server has loaded it."""
+        """Return whether a running server has loaded it."""
         return is_held(self.folder / CONFIG_NAME)
 
 
@@ -91,7 +91,7 @@ def _engine(read: Repository, parts: tuple[str, ...]) -> Path | None:
 
 
 def point_to_engine(model: UserModel, engine: Path) -> None:
-    """Let a model use another engine. What was changed in its files stays."""
+    """Make a model use another engine. Changes in its files are kept."""
     assert model.engine is not None, "a model without an engine cannot get another one"
     repository = model.folder.parent
     read = _read(repository)

@@ -133,7 +133,7 @@ class Services:
         self.registry.wrap(self.metrics.count)
 
     def _share(self, frontends: Frontends, context: ServerContext) -> None:
-        """Let the other front ends follow this one, and this one know what they count."""
+        """Connect the front ends: the others follow this one, which gets their counts."""
         context.settle = frontends.settle
         context.collect_statistics = frontends.collect
         self.loader.after_change = frontends.settle
@@ -224,7 +224,11 @@ class Services:
             self._http.close(seconds),
             self._metrics.close(seconds),
         )
-        await self.loader.close()
+        try:
+            async with asyncio.timeout(most_seconds):
+                await self.loader.close()
+        except TimeoutError:
+            logger.warning("models do not end within %.1f s and are given up", most_seconds)
         self._memory.close()
         await asyncio.to_thread(self._trace.close)
 

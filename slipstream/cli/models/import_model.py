@@ -14,7 +14,8 @@ from slipstream.cli.interrupts import INTERRUPTED, end_with_the_command
 from slipstream.cli.log import log, program
 from slipstream.cli.models.list_models import log_repository
 from slipstream.cli.models.repository_option import add_repository, repository_folder
-from slipstream.cli.progress import ProgressLines, size_text
+from slipstream.cli.progress import ProgressLines
+from slipstream.progress import size_text
 from slipstream.repository.collection import (
     UserModel,
     list_models,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.cli.arguments import CommandError, Parser, UsageError
-from slipstream.cli.progress import size_text
+from slipstream.progress import size_text
 from slipstream.repository.collection import UserModel, list_models
 from slipstream.repository.config import CONFIG_NAME
 from slipstream.repository.used_repositories import served_repositories

@@ -43,7 +43,8 @@ def create_parser() -> Parser:
         "slipstream run",
         "Fetch a model, serve it and chat with it, in one terminal. The server ends with the chat. "
         "Until then other clients can use it. With the flags of TensorRT-LLM's run.py, such as "
-        "--max_output_len and --engine_dir: complete prompts without a server, as that script.",
+        "--max_output_len and --engine_dir: complete prompts without a server, as that script. The "
+        "options of `slipstream start` for engines work here, too: see --help-all.",
     )
     parser.add_argument(
         "model",
@@ -60,7 +61,7 @@ def create_parser() -> Parser:
         metavar="PORT",
         help="Port for HTTP; 0: any free port. gRPC and metrics take free ports.",
     )
-    add_engine_flags(parser)
+    add_engine_flags(parser, extended=True)
     return parser
 
 

@@ -24,6 +24,7 @@ OFFSETS = 0  # int64 [CHUNK + 16]
 LANE_POSITIONS = 4096  # int32 [lanes]
 LANE_TOPS = LANE_POSITIONS + LANE_ROW  # float32 [lanes]: largest score so far
 LANE_SUMS = LANE_TOPS + LANE_ROW  # float32 [lanes]: sum of weights so far
+LANE_SLOPES = LANE_SUMS + LANE_ROW  # float32 [lanes]: of position biases
 SINGLE_SCORES = 8192  # float32 [group, CHUNK]
 SINGLE_PARTS = SINGLE_SCORES + MAX_GROUP * CHUNK * 4  # two for each query of a group
 _SINGLE_END = SINGLE_PARTS + 2 * MAX_GROUP * (MAX_HEAD_SIZE + PART_FLOATS) * 4

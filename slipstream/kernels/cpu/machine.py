@@ -1,4 +1,4 @@
-"""What this machine's CPU is, and the instruction level that its code is compiled for."""
+"""This machine's CPU, and the instruction level that its code is compiled for."""
 
 from __future__ import annotations
 

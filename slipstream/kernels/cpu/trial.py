@@ -21,7 +21,6 @@ from slipstream.kernels.cpu.objects import Code, install_code, read_or_compile
 from slipstream.kernels.cpu.operations import (
     ACTIVATIONS,
     Attention,
-    Context,
     Copy,
     Entry,
     Epilogue,
@@ -34,6 +33,7 @@ from slipstream.kernels.cpu.operations import (
 from slipstream.kernels.cpu.pack import Packed, pack
 from slipstream.kernels.cpu.pack_levels import QuantisedRows, pack_levels
 from slipstream.kernels.cpu.quantised_layouts import LAYOUTS, LevelLayout
+from slipstream.kernels.cpu.records import Context
 from slipstream.kernels.cpu.team import Team
 
 _INPUTS = 64

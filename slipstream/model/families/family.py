@@ -30,7 +30,7 @@ RowOrder = Callable[[ModelSpec], Sequence[int]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make one parameter: the rows of the source tensors, concatenated in order.
+    """The recipe of one parameter: the rows of the source tensors, concatenated in order.
 
     transposed: the source stores [in_features, out_features], as GPT-2's Conv1D does. rows: returns
     the order of the concatenated rows; None: unchanged. It is called only after the sizes have been

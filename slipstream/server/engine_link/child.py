@@ -37,10 +37,10 @@ from slipstream.server.engine_link.link import (
     new_socket_path,
     remove_socket,
 )
-from slipstream.server.engine_link.process_state import ProcessState, read_state
 from slipstream.server.engine_link.silence import EngineState
 from slipstream.server.log.capture import Relay
 from slipstream.server.log.output import HANDLER
+from slipstream.server.log.process_state import ProcessState, read_state
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class RankProcess:
         variables: Mapping[str, str] | None = None,
     ) -> None:
         """`name`: name of the engine model in the log. `variables`: for its environment."""
-        # On a terminal the process shows a progress bar itself. Elsewhere its output is captured
-        # and logged.
+        # On a terminal the process writes its lines itself. Elsewhere its output is captured and
+        # logged.
         log = HANDLER.settings
         terminal = sys.stderr.isatty() and log.format != "json" and not log.file
         place = order.place
@@ -213,7 +213,7 @@ class EngineChild:
 
     @property
     def awaits_hosts(self) -> bool:
-        """Whether ranks on other machines cannot be started yet."""
+        """Return whether ranks on other machines cannot be started yet."""
         return any(rank.awaited for rank in self._remote)
 
     @property
@@ -222,7 +222,7 @@ class EngineChild:
 
     @property
     def state(self) -> EngineState:
-        """What the kernels of all machines say about the processes."""
+        """Return the state of all processes, from the kernels of all machines."""
         states = [rank.state for rank in self._ranks]
         stopped = [
             rank.label.removesuffix(": ") or "it"
@@ -294,10 +294,25 @@ class EngineChild:
             rank.kill()
 
     def close(self) -> None:
-        """Close the links and reap the processes."""
+        """Close the links. Reap processes that were killed, unless threads wait for them."""
         self._close_links()
+        if self._event_loop is None:
+            self.reap()
+
+    def reap(self) -> None:
+        """Wait for the end of killed processes. This blocks: do not call it on an event loop."""
         for rank in self._ranks:
             rank.reap()
+
+    def abandon(self) -> None:
+        """Kill the processes and remove their files, from any thread, before this process ends."""
+        self.kill()
+        for path in self._paths:
+            remove_socket(path)
+        for link in self._follower_links:
+            link.unlink_socket()
+        if self._places is not None:
+            self._places.remove()
 
     def _close_links(self) -> None:
         for link in (self.link, *self._follower_links):
@@ -330,7 +345,16 @@ class EngineChild:
                 assert self._event_loop is not None
                 self._event_loop.call_later(0.02, report, patience - 0.02)
                 return
-            on_exit(process.describe_exit(code))
+            on_message(EngineFailed(process.describe_exit(code)))
+            finish(_REAP_SECONDS)
+
+        def finish(patience: float) -> None:
+            """Report the exit once the other ranks have ended, too: they hold memory."""
+            assert self._event_loop is not None
+            if patience > 0 and not all(rank.ended for rank in self._ranks):
+                self._event_loop.call_later(0.02, finish, patience - 0.02)
+            else:
+                on_exit(process.describe_exit(code))
 
         def notice() -> None:
             """End the other ranks at once: they may wait for this one for ever."""
@@ -354,10 +378,10 @@ def _name_rank(rank: int, on_message: Callable[[FromEngine], None], message: Fro
 def child_environment() -> dict[str, str]:
     """Return the environment of a Python process that is started with -P.
 
-    PYTHONPATH leads it to a checkout; an installed package is found without.
+    If Slipstream runs from a checkout, PYTHONPATH includes it.
     """
-    # Weights in huge pages: each decode step streams through all of them, and small pages make it
-    # a fifth slower.
+    # Weights in huge pages: a decode step reads all of them, and takes a fifth longer with small
+    # pages.
     environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | dict(os.environ)
     for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, CLUSTER_KEY_VARIABLE):
         # keys of the server, which the code of a model must not see

@@ -55,7 +55,8 @@ class EnginePool:
         self._clients: dict[str, PooledEngine] = {}
         self._starting: dict[PooledEngine, asyncio.Future[None]] = {}
         self._leaving: set[PooledEngine] = set()
-        self._watched: dict[asyncio.Task[str], str] = {}
+        # tasks that end when an engine in use has failed for good
+        self._watched: dict[asyncio.Task[str], PooledEngine] = {}
         self._changed: asyncio.Event | None = None
         # called when an engine is added or removed
         self.on_change: Callable[[], None] = lambda: None
@@ -210,7 +211,7 @@ class EnginePool:
         if before is not None and before is not client:
             client.continue_counters_of(before)
         self._clients[name] = client
-        self._watch(name, client)
+        self._watch(client)
         self.on_change()
         return before if before is not client else None
 
@@ -227,6 +228,7 @@ class EnginePool:
 
     async def release(self, client: PooledEngine, patience_seconds: float) -> None:
         """Wait for its requests, then end its process and free its memory."""
+        self._unwatch(client)  # its failure concerns only the requests that it still has
         self._leaving.add(client)
         client.begin_drain()
         try:
@@ -242,6 +244,8 @@ class EnginePool:
             await client.stop()
             client.mark_ended()
             self._leaving.discard(client)
+            for successor in (*self, *self._leaving):
+                successor.drop_ended_predecessor()
             self.on_released(client)
 
     def begin_drain(self) -> None:
@@ -264,11 +268,20 @@ class EnginePool:
         for client in (*self, *self._leaving):
             client.kill()
 
-    def _watch(self, name: str, client: PooledEngine) -> None:
-        task = asyncio.ensure_future(client.wait_failed())
-        self._watched[task] = name
+    def abandon(self) -> None:
+        """Kill all processes and remove their files, from any thread, before this process ends."""
+        for client in (*self, *self._leaving):
+            client.abandon()
+
+    def _watch(self, client: PooledEngine) -> None:
+        self._watched[asyncio.ensure_future(client.wait_failed())] = client
         if self._changed is not None:
             self._changed.set()
+
+    def _unwatch(self, client: PooledEngine) -> None:
+        for task in [task for task, watched in self._watched.items() if watched is client]:
+            del self._watched[task]
+            task.cancel()
 
     async def wait_failed(self) -> str:
         """Wait until one of the engines in use has failed for good and return the reason."""
@@ -279,8 +292,8 @@ class EnginePool:
             await asyncio.wait([changed, *self._watched], return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
             for task in [task for task in self._watched if task.done()]:
-                name = self._watched.pop(task)
-                if name in self._clients:
+                # An engine that was replaced has the name of its successor.
+                if self._watched.pop(task) in self._clients.values():
                     return task.result()
 
 

@@ -1,4 +1,4 @@
-"""How many processes a server has where the operator does not say: `--frontends auto`."""
+"""The number of server processes if the operator does not set it: `--frontends auto`."""
 
 from __future__ import annotations
 

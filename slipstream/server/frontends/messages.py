@@ -24,7 +24,7 @@ from slipstream.server.models.build import Recipe
 
 @dataclass(frozen=True)
 class FrontendOptions:
-    """What a secondary front end must know of the server's options."""
+    """The server's options that a secondary front end needs."""
 
     api_key: str = field(default="", repr=False)
     admin_key: str = field(default="", repr=False)
@@ -154,7 +154,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class Failed:
-    """The last message: why the front end cannot go on."""
+    """The last message: why the front end cannot continue."""
 
     reason: str
 

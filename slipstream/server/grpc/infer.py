@@ -112,7 +112,7 @@ class Inference:
     async def model_stream_infer(
         self, call: StreamCall, on_ordered: Callable[[asyncio.Task[None]], None] | None = None
     ) -> None:
-        """Answer the requests of a stream concurrently. After an error the stream goes on.
+        """Answer the requests of a stream concurrently. After an error the stream continues.
 
         on_ordered: gets the task of each request whose response later responses must follow
         """
@@ -272,7 +272,7 @@ class _Answers:
 
     @property
     def keep_order(self) -> bool:
-        """Whether the model answers once: such responses keep the order of their requests."""
+        """Return whether responses keep the order of their requests: the model answers once."""
         return self._admitted is not None and not self._admitted.entry.model.decoupled
 
     async def run(self, after: asyncio.Task[None] | None) -> None:

@@ -174,7 +174,7 @@ class Exchange:
         self.wake_reader()
 
     def wake_reader(self) -> None:
-        """Let `read_body` look again at what has arrived."""
+        """Wake `read_body`, which looks again at what has arrived."""
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 

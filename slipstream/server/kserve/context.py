@@ -1,4 +1,4 @@
-"""What HTTP and gRPC share besides the models."""
+"""The objects that HTTP and gRPC share besides the models."""
 
 from __future__ import annotations
 

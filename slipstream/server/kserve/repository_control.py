@@ -81,7 +81,7 @@ def check_repository_name(name: str) -> None:
 
 @dataclass
 class LoadParameters:
-    """What a client sends with a load: a configuration as JSON text, and files by their names."""
+    """The parameters of a load request: a configuration as JSON text, and files by their names."""
 
     config: str | None = None
     files: dict[str, bytes] = field(default_factory=dict)  # `file:1/model.py` and its content

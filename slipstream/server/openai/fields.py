@@ -311,6 +311,13 @@ def convert_fields(given: dict[str, Any], kind: type[Body]) -> Body:
         ) from error
 
 
+def read_text(name: str, value: Any) -> str:
+    """Return the value of a field that must be a string."""
+    if not isinstance(value, str):
+        raise field_error(name, "must be a string")
+    return value
+
+
 def _are_objects(values: list[Any]) -> bool:
     return all(type(value) is dict for value in values)
 

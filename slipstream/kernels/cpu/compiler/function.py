@@ -213,9 +213,6 @@ class Function:
             return Value(self, "void", "")
         return self.emit(function.returns, f"call {function.returns} @{function.name}({listed})")
 
-    def return_value(self, value: Value) -> None:
-        self.write(f"ret {value.typed}")
-
     # Control
 
     @contextmanager
