@@ -17,7 +17,7 @@ REPEATS = 5
 
 
 def main() -> None:
-    settings = cpu_probe.prepare(EngineSettings(device="cpu"))
+    settings = cpu_probe.prepare(EngineSettings(device="cpu"), None)
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -11,6 +12,11 @@ import pytest
 # the other one cannot run, and tests take four times as long. The engine process has the same
 # setting.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# A shell starts background jobs with SIGINT ignored, and their child processes inherit it. Tests
+# interrupt the processes that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny models and Triton's interpreter are slower with several threads. Engines choose their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

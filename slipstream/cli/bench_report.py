@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from argparse import Namespace
@@ -13,6 +12,7 @@ from slipstream.bench import plots
 from slipstream.bench.plots import Run
 from slipstream.bench.text_load import LoadLevel
 from slipstream.client.connection import Connection, ServerError
+from slipstream.engine.memory.cores import usable_cores
 from slipstream.kernels.cpu.machine import read_cpu
 from slipstream.version import VERSION
 from slipstream.weights.whole_file import write_whole
@@ -59,7 +59,7 @@ def describe_server(connection: Connection) -> str:
 def _facts(given: Namespace, server: str) -> list[tuple[str, str]]:
     """Return what a reader of the page must know about the measurement."""
     processor = read_cpu()[0] or platform.machine()
-    machine = f"{processor}, {len(os.sched_getaffinity(0))} cores, {platform.release()}"
+    machine = f"{processor}, {usable_cores():g} cores, {platform.release()}"
     return [
         ("Date", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())),
         ("Server", f"{server or 'no metadata'}, at {given.url}"),

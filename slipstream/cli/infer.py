@@ -22,6 +22,7 @@ from slipstream.cli.connections import (
     choose_model,
     closing_connection,
     connect,
+    read_config,
     server_address,
 )
 from slipstream.cli.keys import read_api_key
@@ -120,7 +121,7 @@ def run(given: Namespace) -> int:
 
 def _infer(connection: Connection, given: Namespace) -> None:
     model = _model_name(connection, given.model)
-    config = connection.config(model)
+    config = read_config(connection, model)
     prompt = _read_prompt(given, config)
     outputs = [tensor["name"] for tensor in config.get("output", [])]
     answer_name = _first_of(_ANSWER_NAMES, outputs)
@@ -248,7 +249,8 @@ def _prompt_name(
     name = _first_of(_PROMPT_NAMES, texts)
     if prompt is None:
         if name is not None:
-            raise CommandError(f"model '{model}' takes a text in '{name}'; give it with --prompt")
+            how = "with --prompt" if program() == "triton" else "as an argument, in quotes"
+            raise CommandError(f"model '{model}' takes a text in '{name}'; give it {how}")
         return None
     required = [text for text in texts if not declared[text].optional]
     if name is None and len(required) != 1:

@@ -5,6 +5,7 @@ This module needs no torch. Models of torch, on a GPU or a CPU, come from `with_
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from slipstream.engine.cpu.packed_file import PackedFile
     from slipstream.kernels.gpu.compilation.pool import CompilePool
 
+
+logger = logging.getLogger(__name__)
 
 # One thread for the masks of guided requests: the matchers of a grammar share a lock, and a thread
 # that waits for it stops all others. On a CPU it would take a core from the model.
@@ -189,7 +192,7 @@ def _no_progress(phase: str, done: int, total: int) -> None:
 
 
 class _Prepared(NamedTuple):
-    """What every rank has."""
+    """The parts that every rank has."""
 
     spec: ModelSpec
     sizes: EngineSizes
@@ -260,10 +263,13 @@ def _prepare_compiled(
     code_folder: Path | None,
 ) -> PreparedModel | None:
     """Create the model and the runner of compiled code for a CPU; None where torch computes."""
-    from slipstream.engine.cpu.choice import choose_path, create_runner
+    from slipstream.engine.cpu.create import create_runner
     from slipstream.engine.cpu.model import CpuModel
+    from slipstream.engine.cpu.path import choose_path
 
-    path = choose_path(spec, settings.cpu_code, sizes.dtype, ranks)
+    path = choose_path(spec, settings.cpu_code, sizes.dtype)
+    if path.reason and ranks.rank == 0:  # all ranks decide alike
+        logger.info("torch computes this model on the CPU: %s", path.reason)
     ranks.meet("torch" if path.level is None else f"compiled code {path.level.name}")
     if path.level is None:
         return None

@@ -45,8 +45,6 @@ class CpuChoice:
     isa: str = ""
 
 
-COMPILED_DTYPE = "bfloat16"
-
 # What torch may compute in, the best first. Below AVX512_CORE_BF16, oneDNN emulates bfloat16:
 # float32 is faster.
 CANDIDATES = (
@@ -76,14 +74,18 @@ def trial_command(choice: CpuChoice) -> list[str]:
     return [sys.executable, "-P", "-c", TRIAL, choice.dtype]
 
 
-def prepare(settings: EngineSettings, spec: ModelSpec | None = None) -> EngineSettings:
+def prepare(settings: EngineSettings, spec: ModelSpec | None) -> EngineSettings:
     """Return the settings with device, format and code chosen if the engine runs on a CPU, and set
     the environment variables for them.
 
-    Must be called before torch is imported. spec: of the model; None: torch computes it
+    Must be called before torch is imported. spec: of the whole model; None: torch computes it
     """
     if not runs_on_cpu(settings):
         return settings
+    # imported here: they load numpy, which the server does without
+    from slipstream.engine.cpu.path import COMPILED_DTYPE, choose_path
+    from slipstream.weights.shards import rank_spec
+
     settings = replace(settings, device="cpu")
     _limit_spinning()
     if settings.cpu_code == machine.AUTO:
@@ -91,23 +93,16 @@ def prepare(settings: EngineSettings, spec: ModelSpec | None = None) -> EngineSe
     if settings.dtype != "auto":
         return settings
     _, flags = read_cpu()
-    compiled = runs_compiled(settings, spec)
+    compiled = False
+    if spec is not None:
+        part = rank_spec(spec, settings.ranks or 1)
+        compiled = choose_path(part, settings.cpu_code).level is not None
     if compiled and not flags & _DOUBTFUL_FLAGS:
         return replace(settings, dtype=COMPILED_DTYPE)
     choice = choose()
     if choice.isa:
         os.environ[ISA_VARIABLE] = choice.isa
     return replace(settings, dtype=COMPILED_DTYPE if compiled else choice.dtype)
-
-
-def runs_compiled(settings: EngineSettings, spec: ModelSpec | None) -> bool:
-    """Return whether compiled code computes a model in bfloat16. The code has been chosen."""
-    # imported here: it loads numpy, which the server does without
-    from slipstream.engine.cpu.support import unsupported
-
-    if spec is None or machine.choose_level(settings.cpu_code)[0] is None:
-        return False
-    return not unsupported(spec, COMPILED_DTYPE)
 
 
 def _limit_spinning() -> None:

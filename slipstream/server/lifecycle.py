@@ -22,6 +22,7 @@ from slipstream.engine.memory.cores import usable_cores
 from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
 from slipstream.repository.models import Repository, inspect_repository
 from slipstream.repository.reading import Reading
+from slipstream.repository.templates import helpers_among
 from slipstream.server.engine_link.link import remove_left_folders
 from slipstream.server.engine_link.memory_table import memory_table, titled_replicas
 from slipstream.server.engine_link.pool import EnginePool
@@ -30,6 +31,7 @@ from slipstream.server.exit_deadline import LAST_SECONDS, ExitDeadline
 from slipstream.server.frontends.count import choose_count
 from slipstream.server.frontends.ports import PortError, Ports
 from slipstream.server.kserve.health import ServerState
+from slipstream.server.loaded_models import READY
 from slipstream.server.log.output import HANDLER
 from slipstream.server.log.start_times import StartTimes, report_loading
 from slipstream.server.options import ALL_MODELS, ServerOptions, is_loopback
@@ -462,11 +464,16 @@ def _example_model(repository: Repository) -> str:
 def _log_models(rows: list[tuple[str, str, str]], engines: EnginePool) -> None:
     """Log Triton's table of models, and how each engine uses the memory."""
     head = ("Model", "Version", "Status")
-    shown = [head, *(_on_one_line(row) for row in rows)]
+    helpers = helpers_among([name for name, _, _ in rows])
+    # a helper that is not ready is why its model does not answer
+    hidden = [name for name, _, status in rows if name in helpers and status == READY]
+    shown = [head, *(_on_one_line(row) for row in rows if row[0] not in hidden)]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
     lines = [_table_line(row, widths) for row in shown]
     table = [rule, lines[0], rule, *lines[1:], rule]
+    if hidden:
+        table.append(f"Ready helper models of these: {', '.join(hidden)}")
     logger.info("\n" + "\n".join(table) + "\n", extra={"place": "server.cc:674"})
     for name, engine in engines.items():
         infos = [client.info for client in engine.clients if client.info is not None]

@@ -33,6 +33,9 @@ ITEM_BYTES = {
 DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 PLAIN_FORMS = frozenset(DTYPE_CODES.values())  # forms of stored rows that are no blocks
+# Rows of e4m3 numbers, each followed by its float32 scale: a source has them in this form, an
+# engine as two tensors.
+E4M3_FORM = "F8_E4M3"
 _LINEARS = (
     ".attention.qkv.weight",
     ".attention.dense.weight",
@@ -70,6 +73,8 @@ class Quantisation:
     "W8A16"  int8 with one scale per row
     "W4A16"  int4 with one scale and one offset per group of `group_size` inputs
     "FP8"    e4m3 with one scale per row; activations are e4m3 with one scale per token
+
+    and of a checkpoint, whose build quantises: "W4A16_AWQ" and "W4A16_GPTQ"
     """
 
     algorithm: str | None = None

@@ -28,11 +28,13 @@ from slipstream.cli.doctor import ports as doctor_ports
 from slipstream.cli.doctor.machine import TorchReport, gpus, processor, versions
 from slipstream.cli.doctor.ranks import ranks
 from slipstream.cli.doctor.report import HIDDEN, Finding, Report, Section, hide_in, hider
+from slipstream.engine.memory.cores import usable_cores
+from slipstream.engine.memory.host import HostMemory
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.engine_worker.cpu_probe import CpuChoice
 from slipstream.kernels.cpu import machine as code_machine
-from slipstream.kernels.cpu.compiler.levels import BY_NAME
+from slipstream.kernels.cpu.compiler.instruction_levels import BY_NAME
 from slipstream.repository.templates import write_repository
 from slipstream.version import VERSION
 from slipstream.weights.build import build_engine
@@ -91,7 +93,7 @@ def test_a_good_machine_is_ready_to_serve(run: Run, machine: Path) -> None:
     assert facts["versions"]["slipstream"] == VERSION
     for name in ("torch", "tokenizers", "numpy"):
         assert facts["versions"][name] == metadata.version(name)
-    assert facts["CPU"]["cores"] == f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"
+    assert facts["CPU"]["cores"] == f"{usable_cores():g} usable of {os.cpu_count()}"
     assert facts["model repository"]["folder"] == str(machine / "models")
     assert facts["disk"]["repository"].startswith(f"{machine / 'models'}, ")
     assert set(facts["ports"].values()) == {"free"}
@@ -99,9 +101,7 @@ def test_a_good_machine_is_ready_to_serve(run: Run, machine: Path) -> None:
 
 
 def test_json_and_text_hold_the_same_facts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        doctor_machine, "memory", lambda: {"MemTotal": 2 << 30, "MemAvailable": 1 << 29}
-    )
+    monkeypatch.setattr(doctor_machine, "read_host_memory", lambda: HostMemory(2 << 30, 1 << 29))
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.example")
     (_, text), (code, document) = run(), run("--json")
     found = json.loads(document)
@@ -172,7 +172,7 @@ def test_the_reason_for_torch_is_that_of_the_engine(
     assert line == "torch in float16: activations are float16"
     two = EngineSettings(device="cpu", ranks=2)
     line = doctor_engines.describe_engine(two, spec)
-    assert line == "torch in float32: the model is divided among 2 ranks"
+    assert line == f"compiled code ({best_level().name}) in bfloat16"
     assert doctor_engines.describe_engine(EngineSettings(device="cuda"), spec) == "GPU"
 
 

@@ -1,13 +1,11 @@
 """How many processes a server has by default."""
 
 import importlib.metadata
-import os
 import subprocess
 import sys
 
 import pytest
 
-from slipstream.engine.memory.cores import usable_cores
 from slipstream.server.engine_link.visible_gpus import runs_on_gpu, visible_gpus
 from slipstream.server.frontends.count import choose_count
 
@@ -55,28 +53,6 @@ def test_an_engine_runs_on_a_gpu_where_there_is_one(
         path.touch()
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert runs_on_gpu(device, environment, path) is on_gpu
-
-
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({}, 16.0),
-        ({"cpu.max": "max 100000"}, 16.0),
-        ({"cpu.max": "400000 100000"}, 4.0),
-        ({"cpu.max": "250000 100000"}, 2.5),
-        ({"cpu.max": "6400000 100000"}, 16.0),
-        ({"cpu.max": "nonsense"}, 16.0),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 16.0),
-        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
-    ],
-)
-def test_a_container_has_the_cores_of_its_quota(tmp_path, monkeypatch, files, cores):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"{text}\n")
-    assert usable_cores(tmp_path) == cores
 
 
 def test_visible_gpus_are_counted_without_torch(tmp_path, monkeypatch):

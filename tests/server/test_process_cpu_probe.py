@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from rank_models import save_rank_model
 from tiny_models import config_of, engine_tensors, random_model
 
 from slipstream.engine.settings import EngineSettings
@@ -13,9 +14,12 @@ from slipstream.engine_worker import cpu_probe, trials
 from slipstream.engine_worker.code_trial import choose_code
 from slipstream.engine_worker.cpu_probe import CpuChoice, choose
 from slipstream.engine_worker.process import start_real_engine
+from slipstream.engine_worker.ranks import disconnect
 from slipstream.kernels.cpu import machine, objects, trial
-from slipstream.kernels.cpu.compiler.levels import BY_NAME, LEVELS, possible_levels
+from slipstream.kernels.cpu.compiler.instruction_levels import BY_NAME, LEVELS, possible_levels
 from slipstream.kernels.cpu.operations import WeightFormat
+from slipstream.server.engine_link.child import ENGINE_COMMAND
+from slipstream.server.engine_link.rank_processes import FollowerProcesses
 from slipstream.weights.build import build_engine
 from slipstream.weights.home import cpu_code_folder
 
@@ -111,12 +115,12 @@ def test_the_settings_win_over_the_trial(monkeypatch):
     )
     own = EngineSettings(device="cpu", dtype="float32", cpu_code="off")
     for settings in (own, EngineSettings(device="cuda")):
-        assert cpu_probe.prepare(settings) == settings
+        assert cpu_probe.prepare(settings, None) == settings
 
 
 def test_the_device_is_named_before_torch_is_loaded(monkeypatch):
     monkeypatch.setattr(cpu_probe, "runs_on_cpu", lambda settings: True)
-    chosen = cpu_probe.prepare(EngineSettings(dtype="float32", cpu_code="off"))
+    chosen = cpu_probe.prepare(EngineSettings(dtype="float32", cpu_code="off"), None)
     assert chosen == EngineSettings(dtype="float32", cpu_code="off", device="cpu")
 
 
@@ -124,7 +128,7 @@ def test_the_choice_reaches_the_settings_and_the_environment(monkeypatch):
     monkeypatch.setattr(cpu_probe, "choose", lambda: CpuChoice("bfloat16", "AVX512_CORE_BF16"))
     monkeypatch.setattr(cpu_probe, "choose_code", lambda progress: "avx2")
     monkeypatch.setenv(cpu_probe.ISA_VARIABLE, "")
-    prepared = cpu_probe.prepare(EngineSettings(device="cpu"))
+    prepared = cpu_probe.prepare(EngineSettings(device="cpu"), None)
     assert (prepared.dtype, prepared.cpu_code) == ("bfloat16", "avx2")
     assert os.environ[cpu_probe.ISA_VARIABLE] == "AVX512_CORE_BF16"
 
@@ -153,13 +157,33 @@ def test_compiled_code_computes_in_bfloat16_on_every_cpu(old_cpu, monkeypatch):
 
 @pytest.mark.parametrize(
     ("settings", "heads"),
-    [({"ranks": 2}, 16), ({"cpu_code": "off"}, 16), ({}, 8), ({"cpu_code": "avx512"}, 16)],
+    [({"ranks": 2}, 8), ({"cpu_code": "off"}, 16), ({}, 8), ({"cpu_code": "avx512"}, 16)],
     ids=str,
 )
 def test_where_torch_computes_it_decides_the_format(old_cpu, settings, heads):
     spec = replace(llama_spec(), head_size=heads)
     prepared = cpu_probe.prepare(EngineSettings(device="cpu", **settings), spec)
     assert prepared.dtype == "float32"
+
+
+def test_each_rank_computes_in_bfloat16_where_torch_would_not(tmp_path, monkeypatch):
+    """A server starts all ranks with the same settings, and each rank chooses for itself."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(home))
+    monkeypatch.delenv(machine.VARIABLE, raising=False)
+    # every process finds this result of the trial, as on a CPU without instructions for bfloat16
+    assert choose(Trials(CpuChoice("float32")), machine.read_cpu(), home).dtype == "float32"
+    save_rank_model("llama", tmp_path / "hf")
+    folder = str(build_engine(tmp_path / "hf", tmp_path / "engine"))
+    settings = EngineSettings(device="cpu", ranks=2, threads=1, cache_tokens=256)
+    followers = FollowerProcesses(ENGINE_COMMAND, folder, settings)
+    try:
+        loop = start_real_engine(folder, settings, followers.place)
+        assert (loop.info.dtype, loop.info.ranks) == ("bfloat16", 2)
+        loop.close()
+    finally:
+        followers.close()
+        disconnect(settings)
 
 
 def test_amx_is_tried_before_adapters_use_it(old_cpu, monkeypatch):

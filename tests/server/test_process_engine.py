@@ -19,13 +19,13 @@ from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.client import EngineClient, EngineStartFailed, Supervision
 from slipstream.server.engine_link.engine import EngineUnavailable
 from slipstream.server.engine_link.pool import EnginePool
-from slipstream.server.engine_link.process_state import ProcessState, read_state
 from slipstream.server.engine_link.silence import (
     SILENT_SECONDS,
     EngineState,
     Responsiveness,
     Silence,
 )
+from slipstream.server.log.process_state import ProcessState, read_state
 from slipstream.server.metrics.server_metrics import ServerMetrics
 
 COMMAND = (sys.executable, str(Path(scripted.__file__)))

@@ -229,7 +229,11 @@ def test_one_replica_has_no_metrics_of_replicas(start):
 @pytest.mark.parametrize(
     ("value", "program", "text"),
     [
-        ("0", "start", "argument --replicas/--data-parallel-size/-dp: must be a whole number of at least 1, not '0'"),
+        (
+            "0",
+            "start",
+            "argument --replicas/--data-parallel-size/-dp: must be a whole number of at least 1, not '0'",
+        ),
         ("65", "start", "tensorrt_llm: replicas must be 1 to 64, not 65"),
         ("0", TRITONSERVER, "--replicas must be at least 1, not 0"),
         ("65", TRITONSERVER, "tensorrt_llm: replicas must be 1 to 64, not 65"),

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.cli.doctor.report import Section
-from slipstream.engine.cpu.support import unsupported
+from slipstream.engine.cpu.path import COMPILED_DTYPE, choose_path
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.engine_worker.code_trial import choose_code
 from slipstream.kernels.cpu import machine
 from slipstream.model.spec import ModelSpec
 from slipstream.repository.models import inspect_repository
-
-_NO_LEVEL = "no compiled code passed the trial on this CPU"
+from slipstream.weights.shards import rank_spec
 
 
 def engines(repository: Path) -> Section:
@@ -34,13 +33,9 @@ def describe_engine(settings: EngineSettings, spec: ModelSpec) -> str:
     if not cpu_probe.runs_on_cpu(settings):
         return "GPU"
     own = settings.dtype if settings.dtype != "auto" else ""
-    chosen = choose_code() if settings.cpu_code == machine.AUTO else settings.cpu_code
-    level, reason = machine.choose_level(chosen)
-    if level is not None:
-        dtype = own or cpu_probe.COMPILED_DTYPE
-        reason = unsupported(spec, dtype)
-        if not reason:
-            return f"compiled code ({level.name}) in {dtype}"
-    elif chosen == machine.OFF and machine.choose_level(settings.cpu_code)[0] is not None:
-        reason = _NO_LEVEL
-    return f"torch in {own or cpu_probe.choose().dtype}: {reason}"
+    code = choose_code() if settings.cpu_code == machine.AUTO else settings.cpu_code
+    dtype = own or COMPILED_DTYPE
+    path = choose_path(rank_spec(spec, settings.ranks or 1), code, dtype, settings.cpu_code)
+    if path.level is not None:
+        return f"compiled code ({path.level.name}) in {dtype}"
+    return f"torch in {own or cpu_probe.choose().dtype}: {path.reason}"

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.cli.doctor.report import Finding, Section
+from slipstream.engine.memory.cores import usable_cores
+from slipstream.engine.memory.host import read_host_memory
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.engine_worker.code_trial import choose_code, explain_code
 from slipstream.kernels.cpu.machine import read_cpu
 from slipstream.server.engine_link.child import child_environment
-from slipstream.server.metrics.machine import memory, nvidia_driver
+from slipstream.server.metrics.machine import nvidia_driver
 from slipstream.version import VERSION
 from slipstream.weights.home import hugging_face_cache, slipstream_home
 
@@ -125,14 +127,11 @@ def system() -> Section:
 
 def processor(torch: TorchReport) -> Section:
     model, flags = read_cpu()
-    usable = len(os.sched_getaffinity(0))
-    found = memory()
-    free = found["MemAvailable"]
-    total = found["MemTotal"]
+    found = read_host_memory()
     facts = {
         "model": model or "unknown",
-        "cores": f"{usable} usable of {os.cpu_count()}",
-        "memory": f"{_gib(free)} available of {_gib(total)}",
+        "cores": f"{usable_cores():g} usable of {os.cpu_count()}",
+        "memory": f"{_gib(found.available)} available of {_gib(found.total)}",
         "instructions": torch.found.get("cpu_instructions", "unknown"),
     }
     facts["compiled code"] = explain_code(choose_code(cpu=(model, flags)))
@@ -140,9 +139,11 @@ def processor(torch: TorchReport) -> Section:
         choice = cpu_probe.choose(cpu=(model, flags))
         facts["torch computes in"] = f"{choice.dtype}: {cpu_probe.explain(choice, flags)}"
     findings = []
-    if free < _LITTLE_MEMORY:
+    if found.available < _LITTLE_MEMORY:
         remedy = "end other programs, or take a smaller model"
-        findings.append(Finding(f"only {_gib(free)} of memory is available", remedy, blocks=False))
+        findings.append(
+            Finding(f"only {_gib(found.available)} of memory is available", remedy, blocks=False)
+        )
     return Section("CPU", facts, findings)
 
 

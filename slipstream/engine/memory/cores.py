@@ -1,30 +1,38 @@
-"""The cores that this process may use, by its affinity and its control group. No torch here."""
+"""The cores that this process may use, by its affinity and its control groups. No torch here."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
+from slipstream.engine.memory.control_groups import (
+    CGROUPS,
+    PROC,
+    ControlGroup,
+    find_groups,
+    read_text,
+)
 
 
-def usable_cores(cgroups: Path = CGROUPS) -> float:
-    """Return the cores that this process may use: by its affinity and by a container's quota."""
-    cores = float(len(os.sched_getaffinity(0)))
-    quota = _quota(cgroups)
-    return cores if quota is None else min(cores, quota)
+def usable_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
+    """Return the cores that this process may use: by its affinity, and by the smallest quota of
+    its control groups.
+    """
+    quotas = (_quota(group) for group in find_groups("cpu", proc, cgroups))
+    limits = [quota for quota in quotas if quota is not None]
+    return min([float(len(os.sched_getaffinity(0))), *limits])
 
 
-def _quota(cgroups: Path) -> float | None:
-    """Return the cores that the control group allows; None: all."""
+def _quota(group: ControlGroup) -> float | None:
+    """Return the cores that a control group allows; None: all."""
+    if group.version == 2:
+        words = read_text(group.folder / "cpu.max").split()
+    else:
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = [read_text(group.folder / name).strip() for name in names]
     try:
-        if (second := cgroups / "cpu.max").exists():
-            words = second.read_text().split()
-        else:
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            words = [(cgroups / "cpu" / name).read_text().strip() for name in names]
         microseconds = int(words[0])
         period = int(words[1])
-    except (OSError, ValueError, IndexError):
-        return None  # no limit, or no control groups
+    except (ValueError, IndexError):
+        return None  # no limit
     return microseconds / period if microseconds > 0 and period > 0 else None

@@ -13,9 +13,16 @@ from slipstream.engine.options import flag
 from slipstream.engine.settings import EngineSettings
 from slipstream.repository.models import EngineModel
 from slipstream.server.engine_link.client import EngineClient, Supervision, request_ids
+from slipstream.server.engine_link.cluster.division import ReplicaSite
 from slipstream.server.engine_link.cluster.leader import RankHosts
 from slipstream.server.engine_link.launched import Launched
-from slipstream.server.engine_link.rank_choice import choose_ranks, explain_ranks, spans_machines
+from slipstream.server.engine_link.rank_choice import (
+    choose_ranks,
+    explain_ranks,
+    explain_sites,
+    find_sites,
+    spans_machines,
+)
 from slipstream.server.engine_link.replicas import Replicas
 from slipstream.server.engine_link.visible_gpus import visible_gpus
 from slipstream.weights.engine_config import weight_bytes
@@ -76,7 +83,9 @@ class EnginePool:
     def create(self, model: EngineModel) -> PooledEngine:
         settings = replace(model.settings, **self._settings)
         chosen = self._choose(settings, model)
-        if settings.ranks is None:
+        # replicas on several machines have as many ranks as fit, whatever the processes there
+        spread = settings.replicas > 1 and self._launched.elsewhere > 0
+        if settings.ranks is None and not spread:
             explain_ranks(model.name, chosen, model.engine_config)
         client = self._create(model, self._with_share(model, chosen))
         self.on_create(client)
@@ -100,7 +109,8 @@ class EnginePool:
     def _demand(self, model: EngineModel, settings: EngineSettings) -> Demand:
         gpus = visible_gpus(settings.device)
         ranks = settings.ranks or 1
-        processes = range(settings.replicas * ranks)
+        here = find_sites(settings, self._launched, gpus)[0].replicas  # on this machine
+        processes = range(here * ranks)
         devices = settings.devices or [index % max(gpus, 1) for index in processes]
         given = settings.memory_share if settings.memory_share < 1.0 else None
         size = weight_bytes(model.engine_config.path)
@@ -112,26 +122,28 @@ class EnginePool:
 
     def _create(self, model: EngineModel, settings: EngineSettings) -> PooledEngine:
         gpus = visible_gpus(settings.device)
-        hosts = self._hosts if spans_machines(settings, self._launched, gpus) else None
+        spans = spans_machines(settings, self._launched, gpus)
         ids = request_ids()  # shared: the replica of a request is found by its id
 
-        def client(settings: EngineSettings) -> EngineClient:
+        def client(index: int, site: ReplicaSite) -> EngineClient:
             return EngineClient(
                 model.engine_config.path,
-                settings,
+                # the replicas of one machine divide it
+                replace(settings, replicas=site.replicas, replica=site.replica),
                 self._supervision,
                 self._command,
                 model.name,
                 self.frontends,
                 ids,
-                hosts,
+                self._hosts if spans or site.process else None,
+                site.process,
+                index if settings.replicas > 1 else None,
             )
 
-        if settings.replicas == 1:
-            return client(settings)
-        return Replicas(
-            [client(replace(settings, replica=index)) for index in range(settings.replicas)]
-        )
+        sites = find_sites(settings, self._launched, gpus)
+        explain_sites(model.name, sites, self._launched, gpus)
+        clients = [client(index, site) for index, site in enumerate(sites)]
+        return clients[0] if len(clients) == 1 else Replicas(clients)
 
     def check(self, models: Iterable[EngineModel]) -> None:
         """Raise ValueError if a setting that overrides the repository's cannot be used."""
@@ -143,7 +155,9 @@ class EnginePool:
                 settings = replace(model.settings, **self._settings)
                 config = model.engine_config
                 settings = self._choose(settings, model)
-                spans_machines(settings, self._launched, visible_gpus(settings.device))
+                gpus = visible_gpus(settings.device)
+                spans_machines(settings, self._launched, gpus)
+                find_sites(settings, self._launched, gpus)
                 check_ranks(config.spec, config.quantisation, settings.ranks or 1)
             except ValueError as error:
                 raise ValueError(f"{model.name}: {error}") from error
