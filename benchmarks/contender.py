@@ -24,7 +24,7 @@ class ContenderFailed(Exception):
 
 @dataclass(frozen=True)
 class Contender:
-    """How to start a contender. Contenders of the same `group` have the same weights."""
+    """The command that starts a contender. Contenders of the same `group` have the same weights."""
 
     name: str
     group: str

@@ -1,4 +1,4 @@
-"""What `--deterministic` gives and costs: answers alone and among others, and tokens per second.
+"""The benefit and cost of `--deterministic`: answers alone and among others, and tokens per second.
 
     python benchmarks/deterministic.py                        # SmolLM2-135M on a CPU
     python benchmarks/deterministic.py --shape llama3-8b      # random weights on a GPU

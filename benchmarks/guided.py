@@ -1,4 +1,4 @@
-"""What guided decoding costs and what it gains, on the default model.
+"""The cost and gain of guided decoding, on the default model.
 
     python benchmarks/guided.py [MODEL] [--dtype float32] [--device cpu] [--rounds 5]
     python benchmarks/guided.py --shape llama3-8b --rows 32    # on a GPU: the slow-down only

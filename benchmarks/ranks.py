@@ -1,4 +1,4 @@
-"""What one rank of several computes in a step, compared with the hardware's limit.
+"""The step of one rank of several, compared with the hardware's limit.
 
     python benchmarks/ranks.py --shape llama3-8b --ranks 1,2,4,8
     python benchmarks/ranks.py --shape llama3-70b --ranks 2,4,8

@@ -128,13 +128,14 @@ def write_own_repository(folder: Path) -> Path:
     return repository
 
 
-def create_echo(model: Any, version: int) -> Any:
-    """Return the echo model built in."""
+def create_echo_factory() -> Any:
+    """Return the factory of the built-in echo model."""
     from slipstream.server.kserve.inference import InferResponse, ServedModel
     from slipstream.server.kserve.tensors import Tensor
+    from slipstream.server.models.factories import ModelFactory
 
     class Echo(ServedModel):
-        def __init__(self) -> None:
+        def __init__(self, model: Any) -> None:
             self.config = model.config
 
         async def infer(self, request: Any) -> AsyncGenerator[Any, None]:
@@ -142,14 +143,20 @@ def create_echo(model: Any, version: int) -> Any:
             tensor = Tensor("text_output", "BYTES", given.shape, given.data)
             yield InferResponse([tensor], final=True)
 
-    return Echo()
+    class EchoFactory(ModelFactory):
+        def claims(self, model: Any) -> bool:
+            return bool(model.name == "echo")
+
+        async def load(self, model: Any, version: int, registry: Any) -> Any:
+            return Echo(model)
+
+    return EchoFactory()
 
 
 def serve(
     kind: str, repository: str, http: int, grpc: int, metrics: int, frontends: int = 1
 ) -> int:
     from slipstream.server.lifecycle import run_server
-    from slipstream.server.models.factories import FixedModels
     from slipstream.server.options import Port, ServerOptions
 
     options = ServerOptions(
@@ -162,7 +169,7 @@ def serve(
     )
     if frontends > 1:  # earlier versions have no such option
         options = replace(options, frontends=frontends)
-    factories = [FixedModels({"echo": create_echo})] if kind == "own" else []
+    factories = [create_echo_factory()] if kind == "own" else []
     return run_server(options, factories)
 
 

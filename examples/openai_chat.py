@@ -1,6 +1,6 @@
 """OpenAI's SDK: the models of a server, an answer as a stream, and the likeliest first tokens.
 
-python examples/openai_chat.py "What is the capital of France?"
+python examples/openai_chat.py "What is the capital of Japan?"
 """
 
 import argparse
@@ -11,7 +11,7 @@ from openai import OpenAI
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("question", nargs="?", default="What is the capital of France?")
+    parser.add_argument("question", nargs="?", default="What is the capital of Japan?")
     parser.add_argument("--url", default="http://localhost:8000")
     parser.add_argument("--model", help="default: the first one that the server lists")
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -30,7 +30,7 @@ from slipstream.offline.generation import GenerationFailed, complete, pool, run_
 from slipstream.offline.guides import StructuredOutputsParams
 from slipstream.offline.model import engine_folder
 from slipstream.offline.pooling import Pooling, Vectors, cosines, pair_texts, sigmoids
-from slipstream.offline.progress import BatchProgress, LoadProgress, is_shown
+from slipstream.offline.progress import BatchProgress, LoadProgress
 from slipstream.offline.results import Completion, Logprob, RequestOutput
 from slipstream.offline.sampling_params import (
     Prompt,
@@ -39,6 +39,7 @@ from slipstream.offline.sampling_params import (
     choose_params,
 )
 from slipstream.offline.serving import LLMServer, served_name, start_options
+from slipstream.progress import is_shown
 from slipstream.server.engine_link.engine import TextRequest
 from slipstream.server.engine_link.in_process import InProcessEngine
 from slipstream.server.text.chat import Message
@@ -203,7 +204,7 @@ class LLM:
         """Return the assistant's answer to a conversation, or a list of answers to several.
 
         `template_variables` are for the model's chat template. `continue_final_message` has the
-        model go on with the last message.
+        model continue with the last message.
         """
         self._check_output_layer()
         single = not messages or isinstance(messages[0], Mapping)
@@ -344,7 +345,7 @@ class LLM:
     ) -> LLMServer | None:
         """Serve this engine over HTTP (Triton's and OpenAI's routes) and gRPC.
 
-        The weights are not loaded again: a server process is linked to this engine, which goes on
+        The weights are not loaded again: a server process is linked to this engine, which continues
         with the calls of this process, too. Port 0 is any free port. `model_name` is the name in
         requests (default: the last part of the model's path or id). `options` are further options
         of `slipstream start`, such as "--tool-call-parser=hermes".

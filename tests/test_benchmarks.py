@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from run_engine import all_logits
@@ -298,6 +299,33 @@ def test_the_benchmark_of_deterministic_answers_counts_equal_ones():
         for sampling in ("greedy", "sampled")
     ]
     assert [line[2:5] for line in lines[2:]] == [["2", "of", "2"]] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_limit_of_a_rank_is_the_reading_of_its_part(ranks, capsys):
+    """Numbers of Llama-3-70B, written without the code."""
+    benchmark = runpy.run_path(str(BENCHMARKS / "ranks.py"))
+    whole = benchmark["SHAPES"]["llama3-70b"]
+    layer = 8192 * (64 + 2 * 8) * 128 + 8192 * 8192 + 3 * 8192 * 28672
+    head = benchmark["limit_spec"](whole, ranks).vocab_size * 8192
+    assert head >= 128256 * 8192 / ranks
+    keys_and_values = 231 * 2 * 80 * 8 * 128
+    numbers = (80 * layer + keys_and_values) / ranks + head
+    seconds = 2 * numbers / 4.3e12  # bytes that an H200 reads in a second
+    plans = [StepPlan(step=0, rows=[0], positions=[230], counts=[1], samples=[True])] * 3
+    found = SimpleNamespace(plans=plans, seconds=6 * seconds)  # twice the limit
+    bench = SimpleNamespace(
+        measure=lambda work: found,
+        loop=SimpleNamespace(info=SimpleNamespace(weight_bytes=3 * 2**30)),
+    )
+    work = SimpleNamespace(name="1")
+    limited = benchmark["limit_spec"](whole, ranks)
+    benchmark["print_row"](bench, limited, "llama3-70b", ranks, "cuda", work, 7.0)
+    shape, number, rows, step, limit, share, size, ready = capsys.readouterr().out.split()
+    assert (shape, number, rows, size, ready) == ("llama3-70b", str(ranks), "1", "3.0", "7.0")
+    assert float(limit) == pytest.approx(seconds * 1e3, rel=1e-3)
+    assert float(step) == pytest.approx(2 * seconds * 1e3, abs=1e-3)
+    assert share == "50%"
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def test_terminal(shell: Shell) -> None:
     start, infer, chat, status, stop = commands("Terminal")
     assert start == START
     with shell.running(start):
-        assert "Paris" in shell.run(infer)
+        assert "Tokyo" in shell.run(infer)
         report("Terminal, to the first answer", began)
         assert shell.run(chat).strip()
         assert "ready" in shell.run(status).splitlines()[0]
@@ -142,11 +142,11 @@ def test_browser(shell: Shell) -> None:
             assert "<title>Slipstream" in httpx.get(url).text
         body = {
             "model": httpx.get(f"{ADDRESS}/v1/models").json()["data"][0]["id"],
-            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
             "temperature": 0,
         }
         answer = httpx.post(f"{ADDRESS}/v1/chat/completions", json=body, timeout=60).json()
-        assert "Paris" in answer["choices"][0]["message"]["content"]
+        assert "Tokyo" in answer["choices"][0]["message"]["content"]
         report("Browser", began)
 
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from gates.soak import slope
+from gates.gates import run_gate
+from gates.soak import quarters, slope
 from gates.supply_chain import PINNED, read_pinned
 from gates.table import Row, show, summary
 
@@ -22,12 +23,29 @@ def test_a_row_that_was_not_tried_is_no_success_and_no_failure() -> None:
     assert failed == "1 rows hold, 1 do NOT hold (y: c), 1 not tried (x: b)"
 
 
+async def test_an_exception_in_a_gate_is_a_row_beside_those_before_it(tmp_path: Path) -> None:
+    async def gate(folder: Path, long: bool, rows: list[Row]) -> None:
+        rows.append(Row("first", "right", True))
+        raise TimeoutError("too late")
+
+    assert await run_gate(gate, tmp_path, False) == [
+        Row("first", "right", True),
+        Row("the gate itself", "TimeoutError: too late", False),
+    ]
+
+
 def test_the_slope_ignores_single_peaks() -> None:
     rising = [(float(second), 100.0 + 2 * second) for second in range(20)]
     assert slope(rising) == pytest.approx(2.0)
     flat = [(float(second), 100.0) for second in range(20)]
     flat[7] = (7.0, 900.0)
     assert slope(flat) == 0.0
+
+
+def test_quarters_show_growth_that_the_slope_of_a_late_step_does_not() -> None:
+    late = [20.0] * 70 + [60.0] * 30
+    assert slope(list(enumerate(late))) == 0.0
+    assert quarters(late) == (20.0, 60.0)
 
 
 def test_the_tested_environment_has_one_version_of_each_package() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from slipstream import LLM, RequestOutput, SamplingParams, StructuredOutputsPara
 from slipstream.engine.options import OPTION_NAMES
 from slipstream.engine.settings import EngineSettings
 from slipstream.offline.engine_keywords import EngineKeywords
-from slipstream.offline.progress import BatchProgress, LoadProgress, ProgressLine, is_shown
+from slipstream.offline.progress import BatchProgress, LoadProgress
 from slipstream.offline.sampling_params import SamplingKeywords
 
 TEMPLATE = (
@@ -341,25 +340,6 @@ def test_a_batch_shows_its_progress(
     assert capsys.readouterr().err == ""
 
 
-def test_progress_is_shown_in_terminals_and_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_shown(True)
-    assert not is_shown(None)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert is_shown(None)
-    assert not is_shown(False)
-
-
-def test_a_shorter_line_covers_a_longer_one() -> None:
-    output = io.StringIO()
-    line = ProgressLine(output)
-    line.show("a long text", 1, 1)
-    line.show("short", 1, 1)
-    line.end()
-    first, second = output.getvalue().removeprefix("\r").rstrip("\n").split("\r")
-    assert len(first) == len(second)
-    assert second.rstrip().endswith("] short")
-
-
 def test_an_earlier_run_does_not_count_for_the_rate(capsys: pytest.CaptureFixture[str]) -> None:
     with BatchProgress("requests", 4, shown=True, done=3) as bar:
         bar.add(tokens=7)
@@ -376,7 +356,7 @@ def test_phases_of_a_load_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     display.say("ready")
     shown = capsys.readouterr().err
     assert shown.startswith("Fetching\n\r[")
-    assert "weights: 4/4 MB" in shown
+    assert "weights: 4.0/4.0 MB" in shown
     assert shown.endswith("\nready\n")
     LoadProgress(shown=False).update("weights", 1, 2)
     assert capsys.readouterr().err == ""

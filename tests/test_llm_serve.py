@@ -128,7 +128,7 @@ def test_a_running_request_finishes_before_the_server_stops(llm: LLM) -> None:
         next(lines)
         os.kill(server.process_id, signal.SIGTERM)
         assert list(lines)[-2] == "data: [DONE]"
-    folder = server._lender.path.parent
+    folder = server._shared_engine.path.parent
     assert folder.is_dir()
     server.stop()
     assert not server.running

@@ -1,4 +1,4 @@
-"""What is measured: one load on one server, and the figures of it."""
+"""One measurement: one load on one server, and its figures."""
 
 from __future__ import annotations
 

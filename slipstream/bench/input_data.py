@@ -13,7 +13,7 @@ import numpy
 from slipstream.client.declared_inputs import DeclaredInput, declared_inputs
 from slipstream.client.tensors import Array
 
-_MOST_RANDOM = 2**15
+_MAX_RANDOM = 2**15
 
 
 class DataError(ValueError):
@@ -95,7 +95,7 @@ def generate_row(
             content = letters if text is None else text
             row[tensor.name] = numpy.full(tensor.dims, content.encode(), dtype=object)
         elif random:
-            row[tensor.name] = generator.integers(0, _MOST_RANDOM, tensor.dims).astype(tensor.dtype)
+            row[tensor.name] = generator.integers(0, _MAX_RANDOM, tensor.dims).astype(tensor.dtype)
         else:
             row[tensor.name] = numpy.zeros(tensor.dims, dtype=tensor.dtype)
     return row

@@ -168,7 +168,7 @@ class Measured(NamedTuple):
 
 
 class WindowRule(NamedTuple):
-    """When a measurement ends: after three windows in a row that are about equal."""
+    """The end of a measurement: after three windows in a row that are about equal."""
 
     seconds: float  # length of a window
     max_difference: float  # difference from the mean of the three, as a share

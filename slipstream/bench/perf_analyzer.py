@@ -81,7 +81,7 @@ def read_counts(document: Mapping[str, Any]) -> ServerCounts:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """How one level of load is generated and measured."""
+    """The generation and measurement of one level of load."""
 
     model: str
     batch_size: int

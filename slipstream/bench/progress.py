@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slipstream.bench.load import Load, WindowRule
+from slipstream.progress import ProgressLine, looking, time_text
 
 LINE_SECONDS = 10.0  # between two lines without a terminal
 _TERMINAL_SECONDS = 0.5
-_WIDTH = 78  # of the line that changes
 
 
 @contextmanager
@@ -21,38 +20,31 @@ def shown_progress(load: Load, count: int, windows: WindowRule) -> Iterator[None
 
     count: of its requests; 0: it is measured in windows
     """
-    ended = threading.Event()
-    terminal = sys.stderr.isatty()
+    line = ProgressLine() if sys.stderr.isatty() else None
+    began = time.monotonic()
 
-    def watch() -> None:
-        began = time.monotonic()
-        while not ended.wait(_TERMINAL_SECONDS if terminal else LINE_SECONDS):
-            seconds = time.monotonic() - began
-            text = progress_text(len(load.records()), seconds, count, windows)
-            if terminal:
-                sys.stderr.write(f"\r{text[:_WIDTH]:<{_WIDTH}}")
-                sys.stderr.flush()
-            else:
-                print(f"[INFO] {text}", flush=True)
-        if terminal:
-            sys.stderr.write(f"\r{'':<{_WIDTH}}\r")
-            sys.stderr.flush()
+    def look() -> None:
+        done = len(load.records())
+        text = progress_text(done, time.monotonic() - began, count, windows)
+        if line is None:
+            print(f"[INFO] {text}", flush=True)
+        else:
+            line.show(text, done, count)
 
-    watcher = threading.Thread(target=watch, name="bench progress", daemon=True)
-    watcher.start()
     try:
-        yield
+        with looking(look, LINE_SECONDS if line is None else _TERMINAL_SECONDS, "bench progress"):
+            yield
     finally:
-        ended.set()
-        watcher.join()
+        if line is not None:
+            line.clear()
 
 
 def progress_text(done: int, seconds: float, count: int, windows: WindowRule) -> str:
     """Return a line: requests answered, their rate, and the time left."""
     rate = done / seconds
     if count:
-        left = f", {(count - done) / rate:.0f} s left" if done else ""
-        return f"{done} of {count} requests in {seconds:.0f} s, {rate:.1f} a second{left}"
+        left = f", {time_text((count - done) / rate)} left" if done else ""
+        return f"{done} of {count} requests in {time_text(seconds)}, {rate:.1f}/s{left}"
     least = 3 * windows.seconds
-    rest = f"{least - seconds:.0f} s left" if seconds < least else "until windows are equal"
-    return f"{done} requests in {seconds:.0f} s, {rate:.1f} a second, {rest}"
+    rest = f"{time_text(least - seconds)} left" if seconds < least else "until windows are equal"
+    return f"{done} requests in {time_text(seconds)}, {rate:.1f}/s, {rest}"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy
 
-_MOST_TOKEN_ID = 2**31 - 1
+_MAX_TOKEN_ID = 2**31 - 1
 _MIN_LENGTH = 1
 _COMMON_WORDS = (
     "the of and to in a is that was for it with as his on be at by had not are but from or have an "
@@ -79,7 +79,7 @@ def random_prompts(
     for _ in range(count):
         length = max(_MIN_LENGTH, int(generator.normal(*lengths)))
         output = max(_MIN_LENGTH, int(generator.normal(*outputs)))
-        yield TokenPrompt(generator.integers(0, _MOST_TOKEN_ID, length).tolist(), output)
+        yield TokenPrompt(generator.integers(0, _MAX_TOKEN_ID, length).tolist(), output)
 
 
 # name: {kind: {length in tokens: weight}}; chat messages, mostly short, some with a long context
@@ -109,7 +109,7 @@ def histogram_prompts(
     for length, output in zip(shapes["input"], shapes["output"], strict=True):
         if length:
             yield TokenPrompt(
-                generator.integers(0, _MOST_TOKEN_ID, int(length)).tolist(), int(output)
+                generator.integers(0, _MAX_TOKEN_ID, int(length)).tolist(), int(output)
             )
 
 

@@ -35,7 +35,7 @@ class Objective:
 
     @property
     def streamed(self) -> bool:
-        """Whether only streams have this latency."""
+        """Return whether only streams have this latency."""
         return self.name != "latency"
 
     @property

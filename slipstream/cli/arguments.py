@@ -10,12 +10,13 @@ import argparse
 import difflib
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, Protocol
 
 from slipstream.cli.log import log
 
-MOST_FRONTENDS = 64
+MAX_FRONTENDS = 64
 REPLICAS_HELP = (
     "Run this many engines of each engine model, and send each request to the one that has its "
     "prefix in the KV cache (default: the count of instance_group in config.pbtxt)"
@@ -29,6 +30,8 @@ FRONTENDS_HELP = (
     "fewer than 8 cores, else a quarter of the cores, at most 8"
 )
 NO_EFFECT = "Accepted for compatibility; no effect."
+_LEAST_LIKENESS = 0.6  # of an option that an error suggests
+_MOST_SUGGESTED = 3
 _NO_EFFECT_TITLE = "accepted for compatibility; no effect"
 
 
@@ -51,6 +54,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str, **settings: Any) -> None:
         self.arguments: list[argparse.Action] = []
+        self._extended: list[_Group] = []  # sections that only --help-all shows
         super().__init__(prog, description=description, add_help=False, **settings)
         self.add_help_option()
 
@@ -65,6 +69,18 @@ class Parser(argparse.ArgumentParser):
     def group(self, title: str, description: str | None = None) -> ArgumentContainer:
         """Return a titled section of the help, to which options can be added."""
         return _Group(self, self.add_argument_group(title, description))
+
+    def extended_group(self, title: str, description: str | None = None) -> ArgumentContainer:
+        """Return a section of the help that only `--help-all` shows."""
+        if not self._extended:
+            self.add_argument(
+                "--help-all",
+                action=_HelpAll,
+                help="Show this help with all options, and exit.",
+            )
+        group = _Group(self, self.add_argument_group(title, description))
+        self._extended.append(group)
+        return group
 
     def alternatives(self) -> ArgumentContainer:
         """Return a group of options. At most one of them can be given."""
@@ -88,6 +104,13 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def format_help(self) -> str:
+        """Return the help without the extended sections."""
+        with ExitStack() as stack:
+            for group in self._extended:
+                stack.enter_context(group.hidden())
+            return self.format_full_help()
+
+    def format_full_help(self) -> str:
         self.usage = self._short_usage()
         return super().format_help()
 
@@ -100,9 +123,8 @@ class Parser(argparse.ArgumentParser):
         name = argument.partition("=")[0]
         if not name.startswith("-"):
             return f"unexpected argument '{argument}'"
-        options = self.long_options()
-        close = difflib.get_close_matches(name.replace("_", "-"), options, n=1)
-        hint = f"; did you mean {options[close[0]]}?" if close else ""
+        close = close_options(name.replace("_", "-"), self.long_options())
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
         return f"there is no option {name}{hint}"
 
     def long_options(self) -> dict[str, str]:
@@ -152,17 +174,75 @@ class Parser(argparse.ArgumentParser):
         return "\n         ".join(lines).replace("%", "%%")
 
 
+def close_options(name: str, options: Mapping[str, str]) -> list[str]:
+    """Return the options that a mistyped one may mean: the nearest one, or those with a nearer
+    word in their names, as --http-port for --port. options: their names with '-' → as declared
+    """
+    word = name.lstrip("-")
+    whole = {option: _likeness(word, option.lstrip("-")) for option in options}
+    parts = {option: _part_likeness(word, option) for option in options}
+    nearest = max(whole, key=whole.__getitem__, default="")
+    best = max(parts.values(), default=0.0)
+    if nearest and whole[nearest] >= max(best, _LEAST_LIKENESS):
+        return [options[nearest]]
+    if best < _LEAST_LIKENESS:
+        return []
+    return [options[option] for option in parts if parts[option] == best][:_MOST_SUGGESTED]
+
+
+def _part_likeness(word: str, option: str) -> float:
+    """Return the likeness of a word to the nearest part of an option's name."""
+    return max(_likeness(word, part) for part in option.lstrip("-").split("-"))
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
 class _Group:
     """A group of options whose parser keeps a list of them."""
 
     def __init__(self, parser: Parser, group: ArgumentContainer) -> None:
         self._parser = parser
         self._group = group
+        self._arguments: list[argparse.Action] = []
 
     def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
         action = self._group.add_argument(*names, **_state_default(settings))
         self._parser.arguments.append(action)
+        self._arguments.append(action)
         return action
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Keep the group out of the help while the body runs."""
+        helps = [action.help for action in self._arguments]
+        description = getattr(self._group, "description", None)
+        self._describe(None)
+        for action in self._arguments:
+            action.help = argparse.SUPPRESS
+        try:
+            yield
+        finally:
+            self._describe(description)
+            for action, text in zip(self._arguments, helps, strict=True):
+                action.help = text
+
+    def _describe(self, text: str | None) -> None:
+        if hasattr(self._group, "description"):
+            self._group.description = text
+
+
+class _HelpAll(argparse.Action):
+    """Prints the whole help and exits."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        print(parser.format_full_help())
+        raise SystemExit(0)
 
 
 def _declared_name(name: str, options: dict[str, str], allow_prefix: bool) -> str:
@@ -219,8 +299,8 @@ def frontend_count(text: str) -> int:
     """Return a number of server processes; 0 stands for `auto`."""
     if text == "auto":
         return 0
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_FRONTENDS:
-        raise argparse.ArgumentTypeError(f"must be auto or 1 to {MOST_FRONTENDS}, not '{text}'")
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_FRONTENDS:
+        raise argparse.ArgumentTypeError(f"must be auto or 1 to {MAX_FRONTENDS}, not '{text}'")
     return int(text)
 
 

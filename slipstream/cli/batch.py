@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import textwrap
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,10 +25,13 @@ from slipstream.client.batch.files import (
 )
 from slipstream.client.batch.sender import BatchSender, ModelName, ServerLost
 from slipstream.client.connection import HttpConnection, ServerError
-from slipstream.offline.progress import BatchProgress, is_shown
+from slipstream.offline.progress import BatchProgress
+from slipstream.progress import is_shown
 
 _INTERRUPTED = 130
 _PLAIN_STEPS = 10  # lines without a terminal
+_MOST_REASONS = 5  # of failures that are printed
+_REASON_LENGTH = 300  # characters
 
 
 def create_parser() -> Parser:
@@ -35,7 +40,8 @@ def create_parser() -> Parser:
         "Answer the requests of a file, one JSON object per line in OpenAI's batch format: "
         f"custom_id, method, url and body. The urls are {', '.join(URLS)}. OUTPUT gets a line for "
         "each request when it is answered. The same command goes on after an interruption: what "
-        "OUTPUT has is not sent again. Exit code: 0, or 1 if a request has failed.",
+        "OUTPUT has is not sent again. Exit code: 0, or 1 if a request has failed. With "
+        "--model, the options of `slipstream start` for engines work, too: see --help-all.",
     )
     parser.add_argument("input", type=Path, metavar="INPUT", help="File with the requests.")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="File for the results.")
@@ -72,7 +78,7 @@ def create_parser() -> Parser:
         action="store_true",
         help="Send the requests again whose results in OUTPUT are errors.",
     )
-    add_engine_flags(parser)
+    add_engine_flags(parser, extended=True)
     add_verbose(parser)
     return parser
 
@@ -106,9 +112,21 @@ def _run(given: Namespace, requests: BatchInput, output: BatchOutput) -> int:
     except (ServerLost, ServerError) as error:
         _say_rest(requests, output)
         raise CommandError(str(error)) from error
-    failed = sum(not output.done[identity] for identity in requests.ids)
-    log("INFO", f"{len(requests) - failed} requests succeeded, {failed} failed: {given.output}")
+    failed = [identity for identity in requests.ids if not output.done[identity]]
+    succeeded = len(requests) - len(failed)
+    log("INFO", f"{succeeded} requests succeeded, {len(failed)} failed: {given.output}")
+    if failed:
+        _say_reasons(output.reasons(set(failed)))
     return 1 if failed else 0
+
+
+def _say_reasons(reasons: Counter[str]) -> None:
+    """Print why requests have failed, the most frequent reason first."""
+    for reason, count in reasons.most_common(_MOST_REASONS):
+        log("WARNING", f"{count} failed: {textwrap.shorten(reason, _REASON_LENGTH)}")
+    rest = reasons.total() - sum(count for _, count in reasons.most_common(_MOST_REASONS))
+    if rest:
+        log("WARNING", f"{rest} failed for other reasons: see the errors in the file")
 
 
 def _say_rest(requests: BatchInput, output: BatchOutput) -> None:

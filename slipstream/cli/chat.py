@@ -20,7 +20,7 @@ from slipstream.cli.connections import (
     closing_connection,
     server_address,
 )
-from slipstream.cli.conversation import SETTINGS, Conversation, Piece
+from slipstream.cli.conversation import NUMBERS, SETTINGS, Conversation, Piece
 from slipstream.cli.keys import read_api_key
 from slipstream.cli.log import CONTROL, log
 from slipstream.client.connection import HttpConnection, ServerError
@@ -33,7 +33,7 @@ _HELP = "Ctrl-C stops an answer, /clear starts a new conversation, /exit or Ctrl
 _MORE_HELP = "/help lists the other commands."
 _COMMANDS = f"""\
 /set NAME VALUE   change a setting: {", ".join(SETTINGS)}
-/set NAME         use the server's default
+/set NAME         back to the server's default, or none
 /set              list all settings
 /show             show the settings and the length of the conversation
 /retry            ask the last question again
@@ -50,7 +50,9 @@ _CONTINUED = "... "
 def create_parser() -> Parser:
     parser = Parser(
         "slipstream chat",
-        f"Chat with a model of a running server. {_HELP} Lines from a pipe are answered in order.",
+        f"Chat with a model of a running server. {_HELP} /set changes a setting such as the "
+        "temperature, /retry asks again, /save and /load keep a conversation in a file, and /help "
+        "lists all commands. Lines from a pipe are answered in order.",
     )
     parser.add_argument(
         "-m",
@@ -181,7 +183,8 @@ def _run_command(name: str, argument: str, conversation: Conversation, end: str)
         print(f"messages: {len(conversation.messages)}")
     elif name == "/set" and not argument:
         for setting in SETTINGS:
-            print(f"{setting}: {conversation.settings.get(setting, 'the default of the server')}")
+            unset = "the server's default" if setting in NUMBERS else "none"
+            print(f"{setting}: {conversation.settings.get(setting, unset)}")
     elif name == "/set":
         setting, _, value = argument.partition(" ")
         conversation.set(setting, value.strip())

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol, cast
 from slipstream.cli.arguments import CommandError, Parser, UsageError
 from slipstream.cli.interrupts import INTERRUPTED, INTERRUPTED_LINE, raise_at_interrupt
 from slipstream.cli.log import log, program
+from slipstream.progress import size_text
 
 
 class Command(NamedTuple):
@@ -88,6 +89,9 @@ HIDDEN = {"serve": "start", "profile": "bench", "metrics": "status", "config": "
 # other names of commands, as Ollama has them; `pull NAME` is `import -m NAME`
 ALIASES = {"pull": "import", "ls": "list", "rm": "remove"}
 
+# commands that may fetch a model
+FETCHING = ("start", "serve", "run", "import", "batch")
+
 # command behind a script of a workspace: its module
 SCRIPTS = {
     "end-to-end-client": "compat.end_to_end_client",
@@ -144,7 +148,7 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         return 128 + signal.SIGPIPE  # the reader of our output is gone, and of our errors too
     except KeyboardInterrupt:
-        log("ERROR", INTERRUPTED_LINE)
+        log("ERROR", _interrupted_line(name))
         return INTERRUPTED
     except UsageError as error:
         parser.error(str(error))
@@ -152,3 +156,17 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
         # weights/ and repository/ report bad input with subclasses of ValueError
         log("ERROR", str(error))
         return 1
+
+
+def _interrupted_line(name: str) -> str:
+    """Return what Ctrl-C has left: a finished download is kept for the next try."""
+    if name in FETCHING:
+        from slipstream.cli.models.downloads import built_sources, unused_downloads
+
+        kept = sum(download.bytes for download in unused_downloads(built_sources()))
+        if kept:
+            return (
+                f"interrupted; a download of {size_text(kept)} is kept for the next try "
+                f"({program()} prune removes it)"
+            )
+    return INTERRUPTED_LINE

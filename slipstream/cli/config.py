@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 
 from slipstream.cli.arguments import Parser
-from slipstream.cli.connections import add_address, add_protocol, connected
+from slipstream.cli.connections import add_address, add_protocol, connected, read_config
 
 
 def create_parser() -> Parser:
@@ -19,5 +19,5 @@ def create_parser() -> Parser:
 
 def run(given: Namespace) -> int:
     with connected(given) as connection:
-        print(json.dumps(connection.config(given.model), indent=2))
+        print(json.dumps(read_config(connection, given.model), indent=2))
     return 0

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from slipstream.cli.arguments import ArgumentContainer, CommandError, Parser, add_verbose
+from slipstream.cli.arguments import (
+    ArgumentContainer,
+    CommandError,
+    Parser,
+    UsageError,
+    add_verbose,
+)
 from slipstream.cli.keys import read_api_key
+from slipstream.cli.processes.other_ports import describe_others
+from slipstream.client.address import AddressError, read_address
 from slipstream.client.connection import (
     Connection,
     GrpcConnection,
     HttpConnection,
     ServerError,
     Tls,
+    Unreached,
 )
+from slipstream.repository.templates import BLS_TEMPLATE, ENSEMBLE, helpers_among
 from slipstream.server.grpc.protocol import messages
 
 PORTS = {"http": 8000, "grpc": 8001}
-# models that every repository has beside the one with a name of its own
-_STANDARD_NAMES = ("ensemble", "tensorrt_llm_bls")
+# models that come after those with a name of their own
+_STANDARD_NAMES = (ENSEMBLE, BLS_TEMPLATE)
 
 
 def add_connection(parser: Parser, protocol: str = "http") -> None:
@@ -69,24 +80,34 @@ def add_api_key(parser: Parser) -> None:
 
 def server_address(given: Namespace, port: int) -> str:
     """Return HOST:PORT. A port in the address counts if -p is not given."""
-    host: str = given.url.removeprefix("http://").rstrip("/")
-    if ":" in host and given.port is None:
-        return host
-    return f"{host.split(':')[0]}:{given.port or port}"
+    address = checked_address(given.url, port)
+    if given.port is None:
+        return address
+    return checked_address(f"{address.rpartition(':')[0]}:{given.port}", port)
+
+
+def checked_address(text: str, port: int) -> str:
+    """Return HOST:PORT of an address of the command line. port: if it has none"""
+    try:
+        return read_address(text, port)
+    except AddressError as error:
+        raise UsageError(str(error)) from error
 
 
 def connect(protocol: str, url: str, key: str | None = None) -> Connection:
     """Connect with an API key, by default the one in SLIPSTREAM_API_KEY."""
     used = read_api_key(None) if key is None else key
+    address = checked_address(url, PORTS[protocol])
     if protocol == "http":
-        return HttpConnection(url, used)
-    return GrpcConnection(messages, url, key=used)
+        return HttpConnection(address, used)
+    return GrpcConnection(messages, address, key=used)
 
 
 def connect_grpc(
     url: str, tls: Tls | None = None, compression: str | None = None
 ) -> GrpcConnection:
-    return GrpcConnection(messages, url, tls, compression, read_api_key(None))
+    address = checked_address(url, PORTS["grpc"])
+    return GrpcConnection(messages, address, tls, compression, read_api_key(None))
 
 
 @contextmanager
@@ -105,6 +126,10 @@ def closing_connection(connection: Connection) -> Iterator[None]:
     """Close the connection at the end. An error of the server becomes a CommandError."""
     try:
         yield
+    except Unreached as error:
+        protocol = "http" if isinstance(connection, HttpConnection) else "grpc"
+        others = describe_others(connection.url, protocol)
+        raise CommandError(f"{error}{others}") from error
     except ServerError as error:
         raise CommandError(str(error)) from error
     finally:
@@ -118,11 +143,29 @@ def choose_model(models: dict[str, str], wanted: str | None) -> str:
         key=lambda name: name in _STANDARD_NAMES,
     )
     if wanted is not None and wanted not in models:
-        raise CommandError(
-            f"there is no model '{wanted}' to talk to; there are: {', '.join(models) or 'none'}"
-        )
+        names = [name for name in models if name not in helpers_among(own)]
+        raise CommandError(f"there is no model '{wanted}' to talk to; {_there_are(names)}")
     if not own:
         raise CommandError(
             "the server has no model to talk to: none of its models makes text from text"
         )
     return wanted or own[0]
+
+
+def read_config(connection: Connection, model: str) -> dict[str, Any]:
+    """Return the configuration of a served model. The error for an unknown one lists the models."""
+    try:
+        return connection.config(model)
+    except Unreached:
+        raise
+    except ServerError as error:
+        names = [found["name"] for found in connection.index()]
+        if model in names:
+            raise
+        helpers = helpers_among(names)
+        own = _there_are([name for name in names if name not in helpers])
+        raise CommandError(f"{error}; {own}") from error
+
+
+def _there_are(names: Sequence[str]) -> str:
+    return f"there are: {', '.join(names) or 'none'}"

@@ -27,13 +27,14 @@ _CAPACITY = (
 )
 
 
-def add_engine_flags(parser: Parser) -> None:
-    _add_engines(parser)
-    _add_capacity(parser)
+def add_engine_flags(parser: Parser, extended: bool = False) -> None:
+    """extended: only --help-all shows them"""
+    group = parser.extended_group if extended else parser.group
+    _add_engines(group("engines"))
+    _add_capacity(group("capacity", _CAPACITY))
 
 
-def _add_engines(parser: Parser) -> None:
-    group = parser.group("engines")
+def _add_engines(group: ArgumentContainer) -> None:
     _add_devices(group)
     add_weight_only(group, "; needs MODEL, because the engines of a repository are already built")
     group.add_argument(
@@ -115,6 +116,20 @@ def _add_devices(group: ArgumentContainer) -> None:
         help="Run N times as many ranks. There are no pipeline stages: all ranks divide every "
         "layer.",
     )
+    group.add_argument(
+        "--cluster-key",
+        default="",
+        metavar="FILE",
+        help="File of the key that ranks and replicas on several machines share, with mode 0600 "
+        "(default: SLIPSTREAM_CLUSTER_KEY_FILE or SLIPSTREAM_CLUSTER_KEY).",
+    )
+    group.add_argument(
+        "--rank-wait-secs",
+        type=at_least(1),
+        default=300.0,
+        metavar="SECONDS",
+        help="Seconds to wait for the processes on other machines at the start.",
+    )
 
 
 def add_weight_only(group: ArgumentContainer, note: str = "") -> None:
@@ -130,8 +145,7 @@ def add_weight_only(group: ArgumentContainer, note: str = "") -> None:
     )
 
 
-def _add_capacity(parser: Parser) -> None:
-    group = parser.group("capacity", _CAPACITY)
+def _add_capacity(group: ArgumentContainer) -> None:
     group.add_argument(
         *flags("max_rows"),
         dest="max_rows",
@@ -250,13 +264,21 @@ def explain_stages(given: Namespace) -> str:
     )
 
 
+def all_ranks(given: Namespace) -> int | None:
+    """Return the ranks that the command line asks for; None: it does not say."""
+    if given.pipeline_parallel_size == 1:
+        ranks: int | None = given.ranks
+        return ranks
+    return int(given.pipeline_parallel_size * (given.ranks or 1))
+
+
 def engine_overrides(given: Namespace) -> dict[str, Any]:
     """Return the engine settings that the command line gives. Raises UsageError."""
     names = ("dtype", "device", "replicas", "target_itl_ms", "deterministic", *OPTION_NAMES)
     wanted = {name: getattr(given, name) for name in names}
     overrides = {name: value for name, value in wanted.items() if value not in (None, AUTO)}
-    if given.pipeline_parallel_size > 1:
-        overrides["ranks"] = given.pipeline_parallel_size * (given.ranks or 1)
+    if (ranks := all_ranks(given)) is not None:
+        overrides["ranks"] = ranks
     if "target_itl_ms" in overrides and overrides.get("chunked") is False:
         raise UsageError(
             "--target-itl-ms needs prompts in chunks: leave out --no-enable-chunked-prefill"

@@ -22,6 +22,7 @@ from slipstream.cli.connections import (
     choose_model,
     closing_connection,
     connect,
+    read_config,
     server_address,
 )
 from slipstream.cli.keys import read_api_key
@@ -120,7 +121,7 @@ def run(given: Namespace) -> int:
 
 def _infer(connection: Connection, given: Namespace) -> None:
     model = _model_name(connection, given.model)
-    config = connection.config(model)
+    config = read_config(connection, model)
     prompt = _read_prompt(given, config)
     outputs = [tensor["name"] for tensor in config.get("output", [])]
     answer_name = _first_of(_ANSWER_NAMES, outputs)

@@ -14,7 +14,7 @@ from slipstream.cli.arguments import CommandError
 from slipstream.server.engine_link.child import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from slipstream.server.kserve.access import Access, Restriction
 from slipstream.server.kserve.certificates import CertificateFiles
-from slipstream.server.kserve.sites import read_origin
+from slipstream.server.kserve.origins import read_origin
 
 CERTIFICATE_HELP = (
     "PEM file of the server's TLS certificate, read again when it changes (default: no TLS)."

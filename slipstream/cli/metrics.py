@@ -11,6 +11,7 @@ import httpx
 from slipstream.cli.arguments import CommandError, Parser
 from slipstream.cli.connections import add_address, server_address
 from slipstream.cli.keys import read_api_key
+from slipstream.cli.processes.other_ports import describe_others
 from slipstream.client.prometheus import parse_metrics
 
 _PORT = 8002
@@ -26,13 +27,19 @@ def run(given: Namespace) -> int:
     address = server_address(given, _PORT)
     key = read_api_key(None)
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    url = f"http://{address}/metrics"
+    url_start = address if "://" in address else f"http://{address}"
+    url = f"{url_start}/metrics"
     try:
         response = httpx.get(url, headers=headers, timeout=10.0, trust_env=False)
-    except httpx.HTTPError as error:
+    except httpx.ConnectError as error:
         raise CommandError(
-            f"no server answers at {address} ({error}); start one with: slipstream start"
+            f"no server answers at {address}; start one with slipstream start"
+            f"{describe_others(url_start, 'metrics')}"
         ) from error
+    except httpx.HTTPError as error:
+        raise CommandError(_other_port(address, str(error))) from error
+    if response.status_code == httpx.codes.NOT_FOUND:
+        raise CommandError(_other_port(address, "it has no /metrics"))
     if not response.is_success:
         raise CommandError(f"the server answered {response.status_code} to GET {url}")
     try:
@@ -41,6 +48,13 @@ def run(given: Namespace) -> int:
         raise CommandError(f"the response of {url} cannot be read: {error}") from error
     print(json.dumps(document, indent=2))
     return 0
+
+
+def _other_port(address: str, problem: str) -> str:
+    return (
+        f"{address} is not a metrics port ({problem}); give that of the metrics ({_PORT} by "
+        f"default){describe_others(address, 'metrics')}"
+    )
 
 
 def metrics_document(text: str) -> dict[str, Any]:

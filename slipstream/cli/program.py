@@ -79,7 +79,12 @@ def _command_list() -> str:
 
 def _also(name: str) -> str:
     """Return the aliases of a command, for its line in the help."""
-    aliases = [alias for alias, command in ALIASES.items() if command == name]
+    names = {**HIDDEN, **ALIASES}
+    aliases = [
+        alias
+        for alias, command in names.items()
+        if command == name and COMMANDS.get(alias, COMMANDS[name]).module == COMMANDS[name].module
+    ]
     return f" Also: {', '.join(aliases)}." if aliases else ""
 
 

@@ -17,8 +17,8 @@ _WIDTH = 100
 _INTRODUCTION = """# Command-line reference
 
 `python docs/generate.py` writes this page from the parsers of the commands. Every command prints
-the same with `-h`. Long options are accepted with `-` or `_`, as `--x v` or `--x=v`. A unique
-prefix is enough, except for `tritonserver`.
+the same with `-h`, or with `--help-all` if it has that option. Long options are accepted with `-`
+or `_`, as `--x v` or `--x=v`. A unique prefix is enough, except for `tritonserver`.
 """
 
 

@@ -22,7 +22,12 @@ from slipstream.cli.arguments import (
     at_least,
     frontend_count,
 )
-from slipstream.cli.engine_flags import add_engine_flags, engine_overrides, explain_stages
+from slipstream.cli.engine_flags import (
+    add_engine_flags,
+    all_ranks,
+    engine_overrides,
+    explain_stages,
+)
 from slipstream.cli.interrupts import run_part
 from slipstream.cli.keys import (
     ALLOWED_HOST_HELP,
@@ -35,8 +40,9 @@ from slipstream.cli.keys import (
 )
 from slipstream.cli.log import log
 from slipstream.cli.models.repository_option import REPOSITORY_OPTIONS, repository_folder
-from slipstream.repository.known import DEFAULT_REPOSITORY, remember_repository
+from slipstream.repository.used_repositories import DEFAULT_REPOSITORY, remember_repository
 from slipstream.server.engine_link.child import ENGINE_COMMAND, child_environment
+from slipstream.server.engine_link.cluster.started import Started, find_start
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.output import configure_log
 from slipstream.server.openai.tools.call_formats import CALL_FORMATS
@@ -224,14 +230,43 @@ def _add_log(parser: Parser) -> None:
 
 
 def run(given: Namespace) -> int:
-    return serve(given)
+    """Serve, or start ranks for the server if a launcher started this as another of its
+    processes.
+    """
+    try:
+        flags = (all_ranks(given), given.replicas, given.cluster_key, given.rank_wait_secs)
+        started = find_start(*flags)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    if started.serves:
+        return serve(given, started=started)
+    configure_log(format=given.log_format)
+    port = _port(given, "http")
+    try:
+        return started.run_without_server(port.address, port.number)
+    except OSError as error:
+        raise CommandError(f"--http-port {port.number}: {error.strerror}") from error
 
 
-def serve(given: Namespace, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+def serve(
+    given: Namespace,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+    started: Started = Started(),
+) -> int:
     """Serve until a signal, with engines that this command starts. Returns the exit code."""
     configure_log(format=given.log_format)
     with capture_output():
-        return _serve(replace(_server_options(given), engine_command=engine_command))
+        options = _server_options(given)
+        settings = {**started.wanted_ranks(all_ranks(given)), **options.engine_settings}
+        started.warn_of_unused(all_ranks(given))
+        return _serve(
+            replace(
+                options,
+                engine_command=engine_command,
+                engine_settings=settings,
+                cluster=started.cluster,
+            )
+        )
 
 
 def _server_options(given: Namespace) -> ServerOptions:

@@ -9,13 +9,22 @@ from typing import Any
 
 from slipstream.cli import metrics
 from slipstream.cli.arguments import Parser, UsageError
-from slipstream.cli.connections import PORTS, add_address, add_protocol, connected, server_address
+from slipstream.cli.connections import (
+    PORTS,
+    add_address,
+    add_protocol,
+    connected,
+    read_config,
+    server_address,
+)
 from slipstream.cli.log import CONTROL, program
+from slipstream.cli.processes.other_ports import THIS_MACHINE
 from slipstream.cli.processes.ps import duration
 from slipstream.cli.processes.servers import find_servers
 from slipstream.client.connection import Connection, HttpConnection, ServerError
+from slipstream.repository.templates import helpers_among
 
-_THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
+READY = "READY"
 _HEADINGS = ("MODEL", "VERSION", "STATE", "REASON")
 
 
@@ -45,7 +54,7 @@ def run(given: Namespace) -> int:
         return metrics.run(given)
     with connected(given) as connection:
         if given.config is not None:
-            print(json.dumps(connection.config(given.config), indent=2))
+            print(json.dumps(read_config(connection, given.config), indent=2))
         elif given.json or program() == "triton":
             print(json.dumps(connection.health()))
         else:
@@ -56,7 +65,12 @@ def run(given: Namespace) -> int:
 
 def _describe(connection: Connection, address: str) -> list[str]:
     state = "ready" if connection.health()["ready"] else "not ready"
-    rows = [list(_HEADINGS), *map(_row, connection.index())]
+    models = connection.index()
+    helpers = helpers_among([model["name"] for model in models])
+    # a helper that is not ready is why its model does not answer
+    hidden = [one["name"] for one in models if one["name"] in helpers and one.get("state") == READY]
+    rows = [_row(model) for model in models if model["name"] not in hidden]
+    rows.insert(0, list(_HEADINGS))
     if all(row[-1] == "-" for row in rows[1:]):
         rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -64,6 +78,8 @@ def _describe(connection: Connection, address: str) -> list[str]:
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
         lines.append("   ".join(cells).rstrip())
+    if hidden:
+        lines.append(f"Ready helper models of these: {CONTROL.sub('', ', '.join(hidden))}")
     return lines
 
 
@@ -87,7 +103,7 @@ def _version(connection: Connection) -> str:
 def _uptime(address: str) -> str:
     """Return how long a server of this machine has run; nothing for another machine's."""
     host, _, port = address.rpartition(":")
-    if host not in _THIS_MACHINE:
+    if host not in THIS_MACHINE:
         return ""
     for server in find_servers():
         if int(port) in server.ports:

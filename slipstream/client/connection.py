@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from slipstream.client.address import read_address
 from slipstream.client.tensors import Array, datatype_of, from_bytes, from_json, to_bytes, to_json
 
 _OPTIONS = [
@@ -27,6 +28,10 @@ class ServerError(Exception):
     def __init__(self, text: str, cancelled: bool = False) -> None:
         super().__init__(text)
         self.cancelled = cancelled
+
+
+class Unreached(ServerError):
+    """No server answers at an address, or one with another protocol."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Tls:
 
 
 class Connection(Protocol):
+    url: str
+
     def infer(self, request: Request) -> Answer: ...
 
     def input_types(self, model: str) -> Mapping[str, str]:
@@ -108,7 +115,7 @@ class GrpcConnection:
         compression: str | None = None,
         key: str = "",
     ) -> None:
-        self.url = url
+        self.url = url = read_address(url)
         self._messages = messages
         self._headers = [("authorization", f"Bearer {key}")] if key else []
         self._channel = _open_channel(url, tls, compression)
@@ -216,7 +223,8 @@ class HttpConnection:
     def __init__(self, url: str, key: str = "") -> None:
         import httpx
 
-        self.url = url if "://" in url else f"http://{url}"
+        address = read_address(url)
+        self.url = address if "://" in address else f"http://{address}"
         limits = httpx.Limits(max_connections=None)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(
@@ -266,23 +274,23 @@ class HttpConnection:
 
         try:
             return self._client.get(self.url + path)
-        except httpx.ConnectError as error:
-            raise ServerError(_no_server(self.url)) from error
         except httpx.HTTPError as error:
-            raise ServerError(f"the connection to {self.url} broke: {error}") from error
+            raise _broken(self.url, error) from error
 
     def _document(self, method: str, path: str, body: Any) -> dict[str, Any]:
         import httpx
 
         try:
             response = self._client.request(method, self.url + path, json=body)
+            if response.status_code == httpx.codes.METHOD_NOT_ALLOWED:
+                raise Unreached(_other_server(self.url))
             if not response.is_success:
                 raise _refusal(response)
             document: dict[str, Any] = response.json()
-        except httpx.ConnectError as error:
-            raise ServerError(_no_server(self.url)) from error
-        except (httpx.HTTPError, ValueError) as error:
-            raise ServerError(f"the connection to {self.url} broke: {error}") from error
+        except httpx.HTTPError as error:
+            raise _broken(self.url, error) from error
+        except ValueError as error:  # the metrics port answers every path
+            raise Unreached(_other_server(self.url)) from error
         return document
 
     def post(self, path: str, body: Any) -> dict[str, Any]:
@@ -311,10 +319,10 @@ class HttpConnection:
                     if text := _error_text(event):
                         raise ServerError(text)
                     yield event
-        except httpx.ConnectError as error:
-            raise ServerError(_no_server(self.url)) from error
-        except (httpx.HTTPError, ValueError) as error:
-            raise ServerError(f"the connection to {self.url} broke: {error}") from error
+        except httpx.HTTPError as error:
+            raise _broken(self.url, error) from error
+        except ValueError as error:
+            raise ServerError(f"the answer of {self.url} cannot be read: {error}") from error
 
     def close(self) -> None:
         self._client.close()
@@ -399,7 +407,9 @@ def _server_error(error: Any, url: str) -> ServerError:
 
     if error.code() is grpc.StatusCode.CANCELLED:
         return ServerError("Locally cancelled by application!", cancelled=True)
-    return ServerError(grpc_error_text(error, url))
+    text = grpc_error_text(error, url)
+    unreached = (error.details() or "").startswith(_UNREACHED)
+    return Unreached(text) if unreached else ServerError(text)
 
 
 def grpc_error_text(error: Any, url: str) -> str:
@@ -413,6 +423,28 @@ def grpc_error_text(error: Any, url: str) -> str:
     if details.endswith(_HUNG_UP):
         return f"the server at {url} does not speak gRPC; give its gRPC port (8001 by default)"
     return _no_server(url, "gRPC ")
+
+
+def _broken(url: str, error: Exception) -> ServerError:
+    """Return the error of an HTTP connection that could not be made, or that broke."""
+    import httpx
+
+    if isinstance(error, httpx.ConnectError):
+        return Unreached(_no_server(url))
+    if isinstance(error, httpx.RemoteProtocolError) and "illegal" in str(error):
+        host = url.removeprefix("http://")
+        return Unreached(
+            f"the server at {host} does not speak HTTP; give its HTTP port (8000 by default)"
+        )
+    return ServerError(f"the connection to {url} broke: {error}")
+
+
+def _other_server(url: str) -> str:
+    host = url.removeprefix("http://")
+    return (
+        f"the server at {host} has no models: it may be a metrics port; give its HTTP port (8000 "
+        "by default)"
+    )
 
 
 def _no_server(url: str, protocol: str = "") -> str:

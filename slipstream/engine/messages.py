@@ -84,7 +84,7 @@ class EngineInfo:
         must fit any one of them.
         """
         sums = {name: sum(map(attrgetter(name), infos)) for name in _SUMMED_SIZES}
-        least = {name: min(map(attrgetter(name), infos)) for name in _LEAST_SIZES}
+        least = {name: min(map(attrgetter(name), infos)) for name in _COMMON_SIZES}
         slowest = max(info.load_seconds for info in infos)
         return replace(infos[0], load_seconds=slowest, **sums, **least)
 
@@ -98,7 +98,7 @@ _SUMMED_SIZES = (
     "graph_bytes",
     "compressed_weight_bytes",
 )
-_LEAST_SIZES = ("max_sequence_tokens", "max_beam_width", "step_tokens")
+_COMMON_SIZES = ("max_sequence_tokens", "max_beam_width", "step_tokens")
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step computed: entry i is row `rows[i]`, which computed `counts[i]` tokens."""
+    """The record of one step: entry i is row `rows[i]`, which computed `counts[i]` tokens."""
 
     started_us: int  # in microseconds since 1970
     rows: list[int]
@@ -251,7 +251,6 @@ class EngineStats:
     adapter_bytes: int = 0  # host memory of adapters
     adapter_loads: int = 0
     free_adapter_pages: int = 0  # pages in the device's memory for adapters
-    total_adapter_pages: int = 0
     # requests per bucket of QUEUE_SECONDS_BOUNDS
     queue_counts: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_SECONDS_BOUNDS) + 1))
     # the steps since the statistics before these, at most RECENT_STEPS; of several replicas: none

@@ -46,7 +46,7 @@ _UNITS = {
 }
 
 
-_MOST_DIGITS = 40  # of a size
+_MAX_DIGITS = 40  # of a size
 
 
 def flags(setting: str) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def read_size(text: str) -> int:
     """Return a whole number such as 4096, 32k, 512M or 1.5G. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     number = Fraction(0)
-    if match is not None and len(text) <= _MOST_DIGITS:
+    if match is not None and len(text) <= _MAX_DIGITS:
         number = Fraction(match.group(1)) * _UNITS[match.group(2)]
     if number < 1 or number.denominator != 1:
         raise ValueError(

@@ -72,7 +72,7 @@ class Constraint(Protocol):
 
     @property
     def error(self) -> str:
-        """Why no token is allowed any more; empty while some are."""
+        """Return why no token is allowed any more; empty while some are."""
         ...
 
     def mask(self, tokens: list[int]) -> bytes:

@@ -316,7 +316,7 @@ class RowBlockManager:
         return source.released_blocks <= max(outside.start, outside.stop)
 
     def fork(self, plan: StepPlan, source: Request, target: Request, tokens: int) -> None:
-        """Let `target` continue from the first `tokens` positions of `source`.
+        """Make `target` continue from the first `tokens` positions of `source`.
 
         It releases its own blocks, shares the full blocks of those positions, and gets a copy of
         the block that they fill in part.

@@ -23,7 +23,7 @@ TopTokens = tuple[int, Any, Any]  # (sample, tokens [n], log-probabilities [n])
 
 
 class Sampled(NamedTuple):
-    """What a step sampled. The arrays are numpy's; on a GPU, torch's on the device."""
+    """The samples of a step. The arrays are numpy's; on a GPU, torch's on the device."""
 
     tokens: Any  # int64 [samples]
     # [samples]: the largest logit of each row; not finite when no token is allowed

@@ -85,7 +85,7 @@ class SamplingParams(BaseSamplingParams):
 
     @property
     def beams(self) -> bool:
-        """Whether the request is a beam search."""
+        """Return whether the request is a beam search."""
         return self.beam_width > 1
 
     @property
@@ -99,7 +99,9 @@ class SamplingParams(BaseSamplingParams):
 
     @property
     def plain(self) -> bool:
-        """Whether sampling is an argmax of the model's own logits, and only tokens are reported."""
+        """Return whether sampling is an argmax of the model's own logits, and only tokens are
+        reported.
+        """
         changes_logits = (
             self.penalised
             or self.bad_words
@@ -113,42 +115,44 @@ class SamplingParams(BaseSamplingParams):
 
     @property
     def narrows(self) -> bool:
-        """Whether top-k or top-p restricts the tokens that a draw considers."""
+        """Return whether top-k or top-p restricts the tokens that a draw considers."""
         return self.top_k > 0 or self.top_p < 1.0 or self.top_p_decay < 1.0
 
     @property
     def constrained(self) -> bool:
-        """Whether the allowed tokens depend on the text so far, so that the host must know a token
-        before the next one is sampled.
+        """Return whether the allowed tokens depend on the text so far, so that the host must know a
+        token before the next one is sampled.
         """
         return self.guide is not None or bool(self.bad_texts or self.stop_texts)
 
     @property
     def revisable(self) -> bool:
-        """Whether the host may replace output tokens by others of the same text, and append tokens
-        that must follow: no token may be banned.
+        """Return whether the host may replace output tokens by others of the same text, and append
+        tokens that must follow: no token may be banned.
         """
         bans_tokens = self.bad_words or self.no_repeat_ngram or self.logit_bias
         return not (self.beams or bans_tokens)
 
     @property
     def scores_output(self) -> bool:
-        """Whether scores of each output token are reported."""
+        """Return whether scores of each output token are reported."""
         return self.log_probs or self.top_log_probs > 0 or self.generation_logits
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether logits are needed at every position of the prompt, cached or not."""
+        """Return whether logits are needed at every position of the prompt, cached or not."""
         return self.prompt_log_probs or self.context_logits
 
     @property
     def pools_every_token(self) -> bool:
-        """Whether pooling uses the state at every position of the prompt, not only at the last."""
+        """Return whether pooling uses the state at every position of the prompt, not only at the
+        last.
+        """
         return self.pooling not in ("", "last", "score")
 
     @property
     def uses_whole_prompt(self) -> bool:
-        """Whether every position of the prompt is computed, even if its blocks are cached."""
+        """Return whether all prompt positions are computed, even those whose blocks are cached."""
         return self.scores_prompt or self.pools_every_token
 
     @property

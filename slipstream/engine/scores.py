@@ -11,7 +11,9 @@ import numpy as np
 
 from slipstream.engine.messages import Scores
 from slipstream.engine.rows import Rows
-from slipstream.kernels.sampling import largest, log_sum_exp
+from slipstream.kernels.sampling import largest
+
+_VALUES_AT_ONCE = 1 << 17  # their exponentials fit into a cache of the processor
 
 
 class PromptPart(NamedTuple):
@@ -96,7 +98,7 @@ def _score_part(values: np.ndarray, part: PromptPart, state: Rows) -> PromptLogi
     # No prompt token follows the last one.
     following = state.tokens[part.row, part.position + 1 : stop]
     values = values[: len(following)]
-    masses = np.array([log_sum_exp(line) for line in values], dtype=np.float32)
+    masses = _log_sums_exp(values)
     chosen = values[np.arange(len(following)), following]
     top = None
     if count := min(p.top_prompt_log_probs, values.shape[-1]):
@@ -105,6 +107,17 @@ def _score_part(values: np.ndarray, part: PromptPart, state: Rows) -> PromptLogi
         top = (ids, np.take_along_axis(values, ids, axis=1) - masses[:, None])
     ranks = (values >= chosen[:, None]).sum(axis=-1) if p.prompt_ranks else None
     return PromptLogits(part.entry, copied, chosen - masses, top, ranks)
+
+
+def _log_sums_exp(values: np.ndarray) -> np.ndarray:
+    """Return the logarithm of the sum of exp(values) of each line. values: float32 [n, vocab]"""
+    masses = np.empty(len(values), dtype=np.float32)
+    lines = max(1, _VALUES_AT_ONCE // max(1, values.shape[-1]))
+    for start in range(0, len(values), lines):
+        part = values[start : start + lines]
+        tops = part.max(axis=-1)
+        masses[start : start + lines] = tops + np.log(np.exp(part - tops[:, None]).sum(axis=-1))
+    return masses
 
 
 def to_scores(found: Sequence[PromptLogits]) -> dict[int, Scores]:

@@ -13,8 +13,8 @@ from slipstream.kernels.options import KernelOptions
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 CacheType = Literal["auto", "fp8"]
-MOST_RANK = 256  # of an adapter
-MOST_REPLICAS = 64
+MAX_RANK = 256  # of an adapter
+MAX_REPLICAS = 64
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ class EngineSettings:
     def _check_adapters(self) -> None:
         self._check_at_least(1, "adapter_host_bytes")
         self._check_fraction("adapter_memory_fraction")
-        if not 1 <= self.adapter_page_rank <= self.adapter_max_rank <= MOST_RANK:
+        if not 1 <= self.adapter_page_rank <= self.adapter_max_rank <= MAX_RANK:
             raise ValueError(
-                f"adapter ranks must rise from 1 to {MOST_RANK}: a page's rank "
+                f"adapter ranks must rise from 1 to {MAX_RANK}: a page's rank "
                 f"{self.adapter_page_rank}, the largest {self.adapter_max_rank}"
             )
 
@@ -189,8 +189,8 @@ class EngineSettings:
 
 def replicas_problem(replicas: int, devices: Sequence[int], ranks: int | None = None) -> str:
     """Return why an engine cannot run as these replicas on these GPUs; empty: it can."""
-    if not 1 <= replicas <= MOST_REPLICAS:
-        return f"replicas must be 1 to {MOST_REPLICAS}, not {replicas}"
+    if not 1 <= replicas <= MAX_REPLICAS:
+        return f"replicas must be 1 to {MAX_REPLICAS}, not {replicas}"
     if any(device < 0 for device in devices):
         return f"devices must be GPU numbers from 0 on, not {list(devices)}"
     if len(devices) % replicas:

@@ -26,7 +26,7 @@ _GPU_STEP_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class BuiltLimits:
-    """What the engine folder says about the sizes of an engine. None: nothing."""
+    """The sizes that an engine folder declares. None: not declared."""
 
     longest: int  # prompt + output
     step_tokens: int | None = None  # the most tokens of a step, unless the settings say more
@@ -51,7 +51,7 @@ class EngineSizes:
 
 
 class MemoryParts(NamedTuple):
-    """How the memory of the device is divided."""
+    """The division of the device's memory."""
 
     rows: int  # requests that run at the same time
     blocks: int  # of the KV cache, without the null block

@@ -59,9 +59,11 @@ logger = logging.getLogger(__name__)
 # that waits for it stops all others. On a CPU it would take a core from the model.
 _REVISION_THREADS = 1
 
-# A step that does not fit into memory ends an engine of several ranks. The logits of prompts with
-# scores grow with the prompt, so these prompts advance by this many tokens a step.
+# The logits of prompts with scores grow with the prompt, and so do the memory and the time of a
+# step that has them: other requests wait for it. A step that does not fit into memory ends an
+# engine of several ranks. So these prompts advance by this many tokens a step.
 _SCORED_TOKENS = 256
+_SCORED_TOKENS_ON_CPU = 64
 
 
 class Weights(Protocol):
@@ -152,7 +154,7 @@ def create_engine(
         leader,
         ranks.size,
     )
-    scheduler = _create_scheduler(prepared, settings, adapters.cache, ranks.size)
+    scheduler = _create_scheduler(prepared, settings, adapters.cache)
     loaded = time.monotonic() - began
     info = _describe(scheduler, settings, prepared, ranks.size, loaded)
     return EngineLoop(scheduler, runner, info, prepared.sizes.depth, adapters, leader)
@@ -191,7 +193,7 @@ def _no_progress(phase: str, done: int, total: int) -> None:
 
 
 class _Prepared(NamedTuple):
-    """What every rank has."""
+    """The parts that every rank has."""
 
     spec: ModelSpec
     sizes: EngineSizes
@@ -262,7 +264,7 @@ def _prepare_compiled(
     code_folder: Path | None,
 ) -> PreparedModel | None:
     """Create the model and the runner of compiled code for a CPU; None where torch computes."""
-    from slipstream.engine.cpu.choice import create_runner
+    from slipstream.engine.cpu.create import create_runner
     from slipstream.engine.cpu.model import CpuModel
     from slipstream.engine.cpu.path import choose_path
 
@@ -337,13 +339,14 @@ def _add_host_cache(runner: StepRunner, settings: EngineSettings, blocks: int, r
 
 
 def _create_scheduler(
-    prepared: _Prepared, settings: EngineSettings, adapters: AdapterCache, ranks: int
+    prepared: _Prepared, settings: EngineSettings, adapters: AdapterCache
 ) -> Scheduler:
     sizes = prepared.sizes
     model = prepared.model
     limits = _prompt_limits(settings, sizes.step_tokens, model.warm.tokens_per_second)
-    if ranks > 1:
-        limits.most_scored = max(_SCORED_TOKENS, model.parts.rows)
+    if settings.chunked:  # otherwise a prompt is computed in one step, whatever it needs
+        on_gpu = max(_SCORED_TOKENS, model.parts.rows)
+        limits.most_scored = on_gpu if sizes.on_gpu else _SCORED_TOKENS_ON_CPU
     pool = BlockPool(model.parts.blocks, settings.block_tokens, settings.reuse, prepared.host_slots)
     return Scheduler(
         pool,

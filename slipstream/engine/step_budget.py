@@ -1,5 +1,5 @@
-"""How many prompt tokens a step may compute beside running streams. No torch and no clock here: the
-budget depends on the plans and times that it was given.
+"""The number of prompt tokens that a step may compute beside running streams. No torch and no clock
+here: the budget depends on the plans and times that it was given.
 
 Every token of a stream waits for the whole step. `PromptSpread` spreads prompts over steps. For a
 target of the time between tokens, `StepBudget` predicts the time of a step from its work by a
@@ -19,7 +19,7 @@ from slipstream.engine.plan import StepPlan
 _PLANNED_SHARE = 0.9
 # Prompts advance by at least this part of the full budget, even where decoding alone takes longer
 # than the target.
-_LEAST_PART = 32
+_MIN_PART = 32
 # Prompt tokens are a multiple of this where there are more.
 _MULTIPLE = 32
 # A step may have this many times the prompt tokens of the largest step so far: the time of a much
@@ -30,15 +30,15 @@ _FORGETTING = 0.98
 # After this many steps, a step that took much longer than predicted counts as this many times the
 # prediction: something else delayed it.
 _FITTED_STEPS = 8
-_MOST_OVER_PREDICTION = 2.0
+_MAX_OVER_PREDICTION = 2.0
 _SWEEPS = 3  # of the fit, after each step
 
 
 # Steps of fewer tokens take about as long as reading the weights does.
-_LEAST_STEP_TOKENS = 512
+_MIN_STEP_TOKENS = 512
 # A step has as many tokens as take this many seconds, or more. Smaller ones compute fewer prompt
 # tokens per second: what a step costs once, such as reading the weights, has a larger share.
-_LEAST_STEP_SECONDS = 0.04
+_MIN_STEP_SECONDS = 0.04
 # Prompt tokens of a step for each stream in it. Where streams are many, prompts that advance slowly
 # leave rows empty.
 _TOKENS_PER_STREAM = 6
@@ -58,7 +58,7 @@ class PromptSpread:
 
     def __init__(self, tokens_per_second: float) -> None:
         """tokens_per_second: prompt tokens that the device computes in large steps"""
-        self._least = max(_LEAST_STEP_TOKENS, round(_LEAST_STEP_SECONDS * tokens_per_second))
+        self._least = max(_MIN_STEP_TOKENS, round(_MIN_STEP_SECONDS * tokens_per_second))
 
     def prompt_tokens(self, streams: int, backlog: int) -> int:
         """Return how many prompt tokens to compute beside streams in a step.
@@ -112,7 +112,7 @@ class StepBudget:
     def __init__(self, target_seconds: float, most_tokens: int) -> None:
         """most_tokens: the budget of a step without running streams"""
         self._planned_seconds = _PLANNED_SHARE * target_seconds
-        self._least_tokens = max(1, most_tokens // _LEAST_PART)
+        self._least_tokens = max(1, most_tokens // _MIN_PART)
         self._most_tokens = most_tokens
         self._model = StepTimeModel()
         self._largest = 0  # prompt tokens of the largest step so far
@@ -190,7 +190,7 @@ class StepTimeModel:
         predicted = self.seconds(work)
         self._observed += 1
         if self._observed > _FITTED_STEPS and predicted > 0:
-            seconds = min(seconds, _MOST_OVER_PREDICTION * predicted)
+            seconds = min(seconds, _MAX_OVER_PREDICTION * predicted)
         relative = [amount / seconds for amount in work]
         for row, right in enumerate(relative):
             line = self._gram[row]
@@ -217,7 +217,7 @@ class StepTimeModel:
 
 
 class PromptLimits:
-    """What limits the prompt tokens of a step: all of these, some or none."""
+    """The limits on the prompt tokens of a step: all of these, some or none."""
 
     def __init__(
         self,

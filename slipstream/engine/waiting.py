@@ -42,7 +42,7 @@ class WaitingQueue:
 
 
 def share_prompt(request: Request, source: Request | None) -> bool:
-    """Let a new request share the prompt of a live one, if they are compatible.
+    """Share the prompt of a live request with a new one, if they are compatible.
 
     Returns True when the new request must wait until `source` has computed the prompt.
     """
@@ -88,7 +88,7 @@ def usable_prompt_source(request: Request) -> Request | None:
 
 
 def _has_prompt(source: Request) -> bool:
-    """Whether the prompt is computed except for its last token, from which each request samples
-    its own first token.
+    """Return whether the prompt is computed except for its last token, from which each request
+    samples its own first token.
     """
     return source.committed >= source.prompt_tokens - 1

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slipstream.engine_worker.trials import hash_of, read_results, run_trial, write_results
 from slipstream.kernels.cpu import machine, objects
-from slipstream.kernels.cpu.compiler.levels import Level, possible_levels
+from slipstream.kernels.cpu.compiler.instruction_levels import Level, possible_levels
 from slipstream.weights.home import cpu_code_folder, slipstream_home
 
 logger = logging.getLogger(__name__)

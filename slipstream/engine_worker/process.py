@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -38,8 +39,11 @@ from slipstream.server.engine_link.serve import Loop, describe, serve
 from slipstream.server.log.capture import capture_python_reports
 from slipstream.server.log.formats import RELAYED
 from slipstream.server.log.output import configure_log
-from slipstream.server.log.parent import die_with
+from slipstream.server.log.parent_death import die_with
 from slipstream.weights.engine_config import read_engine_config
+
+if TYPE_CHECKING:
+    from slipstream.server.engine_link.cluster.key import ClusterKey
 
 logger = logging.getLogger("slipstream.engine_worker.process")
 
@@ -102,7 +106,7 @@ def main(start_loop: StartLoop = start_real_engine) -> int:
     if not die_with(order.parent_process):
         return 1
     _prepare_signals()
-    link = EngineEnd(order.sockets)
+    link = EngineEnd(order.sockets, _key_of(order))
     settings = EngineSettings.from_json(order.settings)
     if order.place is not None and order.place.rank > 0:
         return _follow(link, order.engine_folder, settings, order.place)
@@ -120,6 +124,15 @@ def main(start_loop: StartLoop = start_real_engine) -> int:
         return _leave(link, error, with_traceback=True)
     link.close()
     return 0
+
+
+def _key_of(order: StartOrder) -> ClusterKey | None:
+    """Return the key of links to another machine; None: they are Unix sockets."""
+    if not any(socket.startswith("tcp://") for socket in order.sockets):
+        return None
+    from slipstream.server.engine_link.cluster.key import take_cluster_key
+
+    return take_cluster_key()
 
 
 def _follow(link: EngineEnd, engine_folder: str, settings: EngineSettings, place: RankPlace) -> int:

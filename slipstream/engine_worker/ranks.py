@@ -14,11 +14,7 @@ from slipstream.engine_worker import cpu_probe
 from slipstream.engine_worker.progress import show_progress
 from slipstream.server.engine_link.child import ENGINE_COMMAND
 from slipstream.server.engine_link.cluster.address import route_interface
-from slipstream.server.engine_link.cluster.key import (
-    CLUSTER_KEY_VARIABLE,
-    ClusterKey,
-    read_cluster_key,
-)
+from slipstream.server.engine_link.cluster.key import take_cluster_key
 from slipstream.server.engine_link.link import RankPlace
 from slipstream.server.engine_link.rank_link import FollowerLinks, LeaderLink
 from slipstream.server.engine_link.rank_processes import FollowerProcesses
@@ -144,17 +140,10 @@ def _listen(place: RankPlace, store: Store) -> FollowerLinks | None:
     if place.local is None:
         return None
     address = place.store.rpartition(":")[0]
-    links = FollowerLinks.listen(address, place.size - 1, _take_cluster_key())
+    links = FollowerLinks.listen(address, place.size - 1, take_cluster_key())
     for rank, endpoint in enumerate(links.endpoints, start=1):
         store.set(_ENDPOINT.format(rank), endpoint)
     return links
-
-
-def _take_cluster_key() -> ClusterKey:
-    """Return the key of the environment, and remove it from there."""
-    key = read_cluster_key()
-    os.environ.pop(CLUSTER_KEY_VARIABLE, None)
-    return key
 
 
 def start_own_ranks(engine_folder: str, settings: EngineSettings) -> EngineLoop:
@@ -197,7 +186,7 @@ def run_follower(engine_folder: str, settings: EngineSettings, place: RankPlace)
         link = LeaderLink(place.sockets[place.rank - 1])
     else:
         endpoint = store.get(_ENDPOINT.format(place.rank)).decode()
-        link = LeaderLink(endpoint, _take_cluster_key())
+        link = LeaderLink(endpoint, take_cluster_key())
     ranks = _join(place, settings, store, lambda: "")
 
     from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
@@ -212,7 +201,7 @@ def run_follower(engine_folder: str, settings: EngineSettings, place: RankPlace)
 
 @contextmanager
 def _one_interface(place: RankPlace) -> Iterator[None]:
-    """Let gloo and NCCL listen on one interface only: loopback if all ranks are on this machine,
+    """Make gloo and NCCL listen on one interface only: loopback if all ranks are on this machine,
     else the one that leads to rank 0, unless the environment names another.
     """
     before = {name: os.environ.get(name) for name in _INTERFACE_VARIABLES}

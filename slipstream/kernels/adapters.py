@@ -123,6 +123,17 @@ class AdapterPages:
         self.linears = np.zeros(total_pages + 1, dtype=np.int32)
         self.device_linears = torch.zeros(total_pages + 1, dtype=torch.int32, device=device)
 
+    def on_cpu(
+        self,
+        pages_of_row: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        batch_invariant: bool = False,
+    ) -> CpuStepAdapters | None:
+        """Return the adapters of a step on a CPU; None if none of its rows has one."""
+        if not any(pages_of_row):
+            return None
+        return CpuStepAdapters(self, pages_of_row, counts, batch_invariant)
+
     def write(self, pages: Sequence[int], adapter: HostAdapter) -> None:
         """Write an adapter to these pages, in place of what was there, without waiting for the
         device.

@@ -20,7 +20,7 @@ from torch.nn import functional
 from slipstream.kernels.attention_rule import AttentionRule, Slopes
 
 # Rows of very different lengths are not gathered together: padding the short ones costs time.
-_MOST_PADDING = 2.0
+_MAX_PADDING = 2.0
 # From this many gathered tokens on, two batched GEMMs beat torch's fused attention for single
 # queries. This does not hold where one row's slots are contiguous: its keys are then a view with
 # gaps between heads, which GEMMs are slow on.
@@ -272,7 +272,7 @@ def _similar(rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     order = rows[np.argsort(-lengths[rows], kind="stable")]
     while len(order):
         longest = lengths[order[0]]
-        near = lengths[order] * _MOST_PADDING >= longest
+        near = lengths[order] * _MAX_PADDING >= longest
         groups.append(np.sort(order[near]))
         order = order[~near]
     return groups

@@ -1,4 +1,4 @@
-"""Which tokens a layer's queries attend to, and how scores are scaled. No torch here."""
+"""The tokens that a layer's queries attend to, and the scaling of scores. No torch here."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ GROUP = 4 * RUN  # numbers in 3 × RUN words
 _OWN_BITS = 0x87FF  # sign, low four bits of the exponent and mantissa of a word's own number
 # numbers that are packed at once: temporaries take twenty times their memory
 _SLICE = 2**23
-_MOST_LOSING = 1 / 32  # share of a row's numbers that may lose bits without a loss of accuracy
+_MAX_LOSING = 1 / 32  # share of a row's numbers that may lose bits without a loss of accuracy
 
 
 class Bf12Weight(NamedTuple):
@@ -88,7 +88,7 @@ def _pack(weight: Tensor) -> tuple[Tensor, Tensor, bool]:
     words = _to_int16(torch.stack((first, second, third), 2).flatten(1))
     losing = (rounded << below != whole).sum(1, dtype=torch.float32).amax() / weight.shape[1]
     # an exponent of 255 is infinity or nan
-    safe = bool((losing <= _MOST_LOSING) & (most.amax() < 255))
+    safe = bool((losing <= _MAX_LOSING) & (most.amax() < 255))
     scales = (least + 15 << 23).view(torch.float32)[:, 0]  # powers of two, by their exponents
     return words, scales, safe
 

@@ -5,7 +5,7 @@ numpy has no bfloat16: its bits are uint16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from slipstream.kernels.blocks import BlockMatrix
 
 _PIECE_BYTES = 8 << 20  # of float32, in a conversion that has to make them
+_SHOWN_NAMES = 6  # tensors that an error message names
 
 
 class StoredArray(NamedTuple):
@@ -83,3 +84,20 @@ def _float_pieces(weight: Weight) -> Iterator[np.ndarray]:
     for start in range(0, len(array), step):
         rows = array[start : start + step]
         yield bfloat16_to_float32(rows) if code == "BF16" else rows.astype(np.float32, copy=False)
+
+
+def check_all_taken(missing: Sequence[str], left: Iterable[str]) -> None:
+    """Raise an error that lists the missing tensors and those that no layer has taken, if any."""
+    problems = []
+    if missing:
+        problems.append(f"missing tensors: {_first_names(missing)}")
+    if unknown := sorted(left):
+        problems.append(f"unknown tensors: {_first_names(unknown)}")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _first_names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN_NAMES])
+    rest = len(names) - _SHOWN_NAMES
+    return shown if rest <= 0 else f"{shown} and {rest} more"

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels import linear_dispatch
 from slipstream.kernels.linear import Linear
+from slipstream.kernels.stored import check_all_taken
 
 
 class Tensors:
@@ -129,13 +130,7 @@ class Tensors:
 
     def close(self) -> None:
         """Raise an error that lists the missing and the unused tensors, if there are any."""
-        problems = []
-        if self._missing:
-            problems.append(f"missing tensors: {_some(self._missing)}")
-        if self._left:
-            problems.append(f"unknown tensors: {_some(sorted(self._left))}")
-        if problems:
-            raise ValueError("; ".join(problems))
+        check_all_taken(self._missing, self._left)
 
     def _own(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor on the run's device. On a CPU always a copy: a tensor of a mapped file
@@ -153,8 +148,3 @@ class Tensors:
 
 class _Missing(Linear):
     """The place of a layer whose weight is missing: `close` raises before the model runs."""
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:6])
-    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 # Several times what any model has: a config with larger counts is damaged.
-_MOST_EXPERTS = 4096
+_MAX_EXPERTS = 4096
 
 RopeKind = Literal["linear", "yarn", "llama3", "longrope"]
 
@@ -118,9 +118,9 @@ class Experts:
         check_sizes(self, "count", "per_token", "ffn_size")
         if self.shared_ffn_size:
             check_sizes(self, "shared_ffn_size")
-        if not 0 < self.per_token <= self.count <= _MOST_EXPERTS:
+        if not 0 < self.per_token <= self.count <= _MAX_EXPERTS:
             raise ValueError(
-                f"{self.per_token} experts a token, of {self.count}; the most are {_MOST_EXPERTS}"
+                f"{self.per_token} experts a token, of {self.count}; the most are {_MAX_EXPERTS}"
             )
         check_sizes(self, "groups", "groups_per_token")
         candidates = self.groups_per_token * (self.count // self.groups)

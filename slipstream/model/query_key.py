@@ -1,6 +1,6 @@
-"""What a layer does to queries, keys and values between its linear layer and RoPE, where the
-kernels of RoPE do not do it: bounds, norms with weights of their own for each head, and scales that
-grow with the position.
+"""The operations on queries, keys and values between a layer's linear layer and RoPE, where the
+kernels of RoPE do not do them: bounds, norms with weights of their own for each head, and scales
+that grow with the position.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.attention_rule import AttentionRule, Slopes
 from slipstream.kernels.ranks import ALONE, Ranks
+from slipstream.model.heads import norms_in_kernel
 from slipstream.model.linear import Tensors
 from slipstream.model.norms import norm_weight
-from slipstream.model.spec import Alibi, ModelSpec, QueryScaling
+from slipstream.model.spec import ModelSpec, QueryScaling
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,6 @@ def prepared_heads(
     return PreparedHeads(spec.heads, spec.kv_heads, spec.qkv_clip, q_norm, k_norm, scaling, ranks)
 
 
-def norms_in_kernel(spec: ModelSpec, layer: int) -> bool:
-    """Return whether the kernel of RoPE normalises a layer's queries and keys."""
-    known = spec.norm == "rms" and spec.qk_norm_kind in ("shared", "plain")
-    return spec.normalises_qk(layer) and known and not spec.scales_queries(layer)
-
-
 def head_weights(spec: ModelSpec, source: Tensors, name: str) -> Tensor:
     """Return the weights of a norm of queries or keys for the kernel: float32 [head_size]."""
     if spec.qk_norm_kind == "plain":
@@ -131,36 +125,6 @@ def check_device(spec: ModelSpec, device: torch.device) -> None:
             f"{spec.architecture} needs {' and '.join(needed)}, which the GPU kernels lack: run it "
             "on a CPU with --device cpu"
         )
-
-
-def attention_rule(spec: ModelSpec, layer: int, ranks: Ranks) -> AttentionRule:
-    """Return what a layer's queries attend to, without its sink logits."""
-    slopes = None if spec.alibi is None else attention_slopes(spec.alibi, spec.heads, ranks)
-    return AttentionRule(
-        spec.scale_of_layer(layer),
-        spec.window_of_layer(layer),
-        softcap=spec.attention_softcap,
-        chunk=spec.chunk_of_layer(layer),
-        slopes=slopes,
-        causal=spec.causal,
-        value_size=None if spec.latent is None else spec.latent.kv_rank,
-    )
-
-
-def attention_slopes(alibi: Alibi, heads: int, ranks: Ranks) -> Slopes:
-    """Return the slopes of this rank's heads. heads: their number"""
-    exponents = _exponents(alibi.largest_exponent, heads * ranks.size)
-    own = exponents[ranks.rank * heads : (ranks.rank + 1) * heads]
-    return Slopes(tuple(2.0**-exponent for exponent in own), alibi.rounded, alibi.scale)
-
-
-def _exponents(largest: float, heads: int) -> list[float]:
-    """Return the exponents of all heads. Where their number is no power of two: every second one
-    of the next power of two, then the others as far as they are needed.
-    """
-    count = 1 << (heads - 1).bit_length()
-    steps = [largest * (index + 1) / count for index in range(count)]
-    return steps if count == heads else [*steps[1::2], *steps[::2]][:heads]
 
 
 def _query_scale(scaling: QueryScaling, positions: Tensor) -> Tensor:

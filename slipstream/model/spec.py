@@ -90,9 +90,9 @@ __all__ = [
 ]
 
 # Several times what any model has: a config with larger counts is damaged.
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
 _FP8_SENSITIVE_BELOW = 2048  # hidden size
-# A rank's part of a large vocabulary is a multiple of this, as the kernels of a GPU want it.
+# A rank's part of a large vocabulary is a multiple of this, as a GPU's kernels require.
 _VOCABULARY_MULTIPLE = 64
 _ALIGNED_VOCABULARY_FROM = 1024  # tokens of a part; smaller parts are not rounded
 
@@ -255,8 +255,8 @@ class ModelSpec:
 
     @property
     def fp8_sensitive(self) -> bool:
-        """Whether e4m3 costs accuracy: then few linear layers have e4m3 weights, and none takes
-        e4m3 activations.
+        """Return whether e4m3 costs accuracy: then few linear layers have e4m3 weights, and none
+        takes e4m3 activations.
         """
         return self.hidden_size < _FP8_SENSITIVE_BELOW
 
@@ -316,12 +316,12 @@ class ModelSpec:
 
     @property
     def qk_norm_per_head(self) -> bool:
-        """Whether each head has its own weights of the norms of queries and keys."""
+        """Return whether each head has its own weights of the norms of queries and keys."""
         return self.qk_norm_kind in ("head", "all")
 
     @property
     def has_layer_norm_of_all_heads(self) -> bool:
-        """Whether one layer norm covers all queries, and one all keys."""
+        """Return whether one layer norm covers all queries, and one all keys."""
         return self.qk_norm and self.qk_norm_kind == "all" and self.norm == "layer"
 
     def kv_heads_of(self, rank: int, ranks: int) -> range:

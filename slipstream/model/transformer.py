@@ -33,15 +33,14 @@ from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.model.activation import mlp_activation
 from slipstream.model.experts import Mixture
 from slipstream.model.head import Head, score_layer
+from slipstream.model.heads import attention_rule, norms_in_kernel
 from slipstream.model.latent_attention import LatentHeads
 from slipstream.model.linear import Tensors
 from slipstream.model.norms import normed_sum, take_norm
 from slipstream.model.position import rotary_table
 from slipstream.model.query_key import (
-    attention_rule,
     check_device,
     head_weights,
-    norms_in_kernel,
     prepared_heads,
 )
 from slipstream.model.spec import ModelSpec
@@ -171,7 +170,7 @@ class Transformer:
                 layer.up_proj.prepare_gate()
 
     def set_attention_windows(self, windows: Sequence[int], sinks: int) -> None:
-        """Let layers attend to no more than these windows. Layer i takes window i, cyclically.
+        """Restrict the attention of layers to these windows. Layer i takes window i, cyclically.
 
         The first `sinks` tokens of a sequence are always attended to, as part of the window.
         """
@@ -224,18 +223,7 @@ class Transformer:
 
     def final_states(self, step: Step, cache: Tensor) -> Input:
         """Return the input of the output layer: [samples, hidden]."""
-        # The residual stream stays in float32: bf16 would round away what layers add to it.
-        hidden = functional.embedding(step.token_ids, self.embedding).float()
-        if self.project_in is not None:
-            hidden = self.project_in(hidden)
-        if step.embeddings is not None:
-            hidden[step.embeddings[0]] = step.embeddings[1]
-        if self.embedding_scale != 1.0:
-            hidden *= self.embedding_scale
-        if self.position_embedding is not None:
-            hidden += functional.embedding(step.positions, self.position_embedding)
-        if self.embedding_norm is not None:
-            hidden = self.operations.normalise(hidden, self.embedding_norm)
+        hidden = self.embed(step)
         rope_at = self.operations.rope_at
         ropes = {
             theta: rope_at(*tables, step.positions, self.dtype)
@@ -257,6 +245,22 @@ class Transformer:
         if self.project_out is not None:
             x = self.project_out(plain(x))
         return x
+
+    def embed(self, step: Step) -> Tensor:
+        """Return the residual stream before the first layer: float32 [tokens, hidden]."""
+        # The residual stream stays in float32: bf16 would round away what layers add to it.
+        hidden = functional.embedding(step.token_ids, self.embedding).float()
+        if self.project_in is not None:
+            hidden = self.project_in(hidden)
+        if step.embeddings is not None:
+            hidden[step.embeddings[0]] = step.embeddings[1]
+        if self.embedding_scale != 1.0:
+            hidden *= self.embedding_scale
+        if self.position_embedding is not None:
+            hidden += functional.embedding(step.positions, self.position_embedding)
+        if self.embedding_norm is not None:
+            hidden = self.operations.normalise(hidden, self.embedding_norm)
+        return hidden
 
 
 def _embedding_norm(spec: ModelSpec, source: Tensors) -> Norm | None:

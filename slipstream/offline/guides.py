@@ -35,7 +35,7 @@ _KIND_OF_FIELD = {
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What a completion must match, by vLLM's names. Exactly one field is given."""
+    """The constraint of a completion, by vLLM's names. Exactly one field is given."""
 
     json: Schema | None = None  # a pydantic class, a schema, or a schema as JSON text
     regex: str | None = None  # a regular expression

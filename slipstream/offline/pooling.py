@@ -20,7 +20,7 @@ _SCORE = "score"  # the kind of pooling through a score layer
 
 
 class Pooling:
-    """What a model declares about pooling, and the requests that use it."""
+    """A model's pooling, and the requests that use it."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         self._declared = config.pooling
@@ -29,7 +29,7 @@ class Pooling:
 
     @property
     def scores_pairs(self) -> bool:
-        """Whether the model reads pairs of texts. Raises ValueError for other classifiers."""
+        """Return whether the model reads pairs of texts. Raises ValueError for a classifier."""
         if self._labels > 1:
             raise ValueError(
                 f"the model is a classifier with {self._labels} labels: scores need a score layer "

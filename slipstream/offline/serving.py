@@ -2,7 +2,7 @@
 
 The server process is the one of `slipstream start`, so it does not import torch, and a handler of
 a request never waits for a step. It is linked to the engine of this process as it is to an engine
-process (`server/engine_link/lender.py`).
+process (`server/engine_link/shared_engine.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from types import FrameType
 from slipstream.repository.templates import FIXED_NAMES, write_repository
 from slipstream.server.engine_link.child import API_KEY_VARIABLE, child_environment
 from slipstream.server.engine_link.in_process import InProcessEngine
-from slipstream.server.engine_link.lender import EngineLender
 from slipstream.server.engine_link.link import describe_exit
+from slipstream.server.engine_link.shared_engine import SharedEngine
 from slipstream.weights.engine_config import read_engine_config
 
-_PROGRAM = "slipstream.cli.lent_server"
+_PROGRAM = "slipstream.cli.llm_server"
 _STARTED = re.compile(r"Started (GRPCInferenceService|HTTPService|Metrics Service) at (\S+:\d+)")
 _SERVICES = 3  # that a server starts
 _KEPT_LINES = 20  # of the log, for the reason of a failed start
@@ -59,18 +59,25 @@ class LLMServer:
         self._started = threading.Event()  # it serves, or has ended
         self._last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         limits = read_engine_config(engine_folder).build
-        self._lender = EngineLender(engine)
+        self._shared_engine = SharedEngine(engine)
         # a later server removes this folder if this process is killed
-        repository = self._lender.path.parent / "models"
+        repository = self._shared_engine.path.parent / "models"
         try:
             write_repository(
                 repository, model_name, engine_folder, engine_folder, limits.max_batch_size
             )
         except BaseException:
-            self._lender.close()
+            self._shared_engine.close()
             raise
         own = ["--repo", str(repository), "--ranks=1", f"--exit-timeout-secs={exit_timeout:g}"]
-        command = [sys.executable, "-P", "-m", _PROGRAM, str(os.getpid()), str(self._lender.path)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            _PROGRAM,
+            str(os.getpid()),
+            str(self._shared_engine.path),
+        ]
         self._process = subprocess.Popen(
             [*command, *own, *options],
             stdin=subprocess.DEVNULL,
@@ -134,7 +141,7 @@ class LLMServer:
             raise ServerFailed(f"the server ended ({describe_exit(code)}); its log:\n{lines}")
 
     def stop(self) -> None:
-        """Let running requests finish, for the exit timeout at most, and end the server."""
+        """Wait until running requests finish, for the exit timeout at most, and end the server."""
         if self.running:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -153,7 +160,7 @@ class LLMServer:
     def _end(self) -> None:
         """Remove what only a running server needs."""
         self._reader.join()
-        self._lender.close()
+        self._shared_engine.close()
 
     def _read_log(self) -> None:
         """Find the addresses in the log, and show it if it is wanted."""

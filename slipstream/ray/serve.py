@@ -28,7 +28,8 @@ class Arguments(BaseModel):
     gpus: int | None = Field(
         None, ge=0, description="GPUs of a replica (default: ranks); 0: run on CPUs."
     )
-    cpus: float = Field(2.0, gt=0, description="CPUs of a replica.")
+    nodes: int = Field(1, ge=1, description="Nodes that the ranks of a replica are divided among.")
+    cpus: float = Field(2.0, gt=0, description="CPUs of a replica on each of its nodes.")
     min_replicas: int = Field(1, ge=0)
     max_replicas: int = Field(1, ge=1)
     target_ongoing_requests: float | None = Field(
@@ -60,6 +61,17 @@ class Arguments(BaseModel):
             raise ValueError(f"flags: {error}") from error
         return given
 
+    def bundle(self) -> dict[str, float]:
+        """Return what a replica needs on each of its nodes. Raise ValueError if they differ."""
+        gpus = self.ranks if self.gpus is None else self.gpus
+        for name, number in (("ranks", self.ranks), ("gpus", gpus)):
+            if number % self.nodes:
+                raise ValueError(
+                    f"{name}: {number} cannot be divided equally among {self.nodes} nodes"
+                )
+        found = {"CPU": self.cpus}
+        return found | ({"GPU": gpus // self.nodes} if gpus else {})
+
     def autoscaling(self) -> AutoscalingConfig:
         settings: dict[str, Any] = {
             "min_replicas": self.min_replicas,
@@ -76,14 +88,24 @@ class Arguments(BaseModel):
 
 
 def app(arguments: Arguments) -> serve.Application:
-    """Return the application. One actor has all GPUs of a replica: the ranks are its children."""
+    """Return the application. One actor has all GPUs of a replica on a node: the ranks are its
+    children. With several nodes the replica is a placement group, and has an actor on each.
+    """
+    bundle = arguments.bundle()
+    spread: dict[str, Any] = {}
+    if arguments.nodes > 1:
+        spread = {
+            "placement_group_bundles": [bundle] * arguments.nodes,
+            "placement_group_strategy": "STRICT_SPREAD",
+        }
     deployment = serve.deployment(
         Replica,
         name="slipstream",
         ray_actor_options={
-            "num_cpus": arguments.cpus,
-            "num_gpus": arguments.ranks if arguments.gpus is None else arguments.gpus,
+            "num_cpus": bundle["CPU"],
+            "num_gpus": bundle.get("GPU", 0),
         },
+        **spread,
         autoscaling_config=arguments.autoscaling(),
         max_ongoing_requests=arguments.max_ongoing_requests,
         health_check_period_s=HEALTH_SECONDS,
@@ -91,4 +113,5 @@ def app(arguments: Arguments) -> serve.Application:
         graceful_shutdown_timeout_s=arguments.exit_timeout_secs + _END_SECONDS,
     )
     flags = arguments.server_flags()
-    return deployment.bind(flags, arguments.start_timeout_secs, arguments.exit_timeout_secs)
+    times = (arguments.start_timeout_secs, arguments.exit_timeout_secs)
+    return deployment.bind(flags, *times, arguments.nodes)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slipstream.cli.compat import tritonserver
 from slipstream.server.engine_link.child import (
@@ -22,8 +22,9 @@ from slipstream.server.engine_link.child import (
     API_KEY_VARIABLE,
     child_environment,
 )
+from slipstream.server.engine_link.launched import RAY
 from slipstream.server.engine_link.link import describe_exit
-from slipstream.server.log.parent import die_with
+from slipstream.server.log.parent_death import die_with
 
 _STARTED = re.compile(r"Started (HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)")
 _POLL_SECONDS = 0.05
@@ -46,8 +47,14 @@ class ServerFailed(Exception):
 
 
 class ServerProcess:
-    def __init__(self, flags: Sequence[str], exit_timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        flags: Sequence[str],
+        exit_timeout_seconds: float,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         """Start a server. `flags`: those of tritonserver, except for ports, log and exit timeout.
+        `variables`: of its place among several nodes; None: it is on one node.
 
         The thread that calls this must live as long as the replica: the kernel ends the server
         with it.
@@ -63,7 +70,7 @@ class ServerProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=_environment(),
+            env={**_environment(), **(variables or launch_variables(0, 1))},
             start_new_session=True,
         )
         threading.Thread(target=self._pass_on_log, daemon=True).start()
@@ -119,6 +126,13 @@ class ServerProcess:
         except TimeoutError:
             self._process.kill()
             self._process.wait()
+
+
+def launch_variables(rank: int, nodes: int, job: str = "") -> dict[str, str]:
+    """Return the variables of one of the processes of a replica, one for each node. They come
+    before those of a launcher that has started Ray, such as srun.
+    """
+    return {RAY.rank: str(rank), RAY.size: str(nodes), RAY.job: job}
 
 
 def _environment() -> dict[str, str]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.repository.config import CONFIG_NAME
-from slipstream.repository.known import known_repositories
 from slipstream.repository.models import Repository, RepositoryModel, inspect_repository
 from slipstream.repository.roles import Role
 from slipstream.repository.templates import escape_quotes
+from slipstream.repository.used_repositories import used_repositories
 from slipstream.weights.cache.engines import CachedEngine, former_engines, remove_engine
 from slipstream.weights.cache.locks import is_held
 from slipstream.weights.whole_file import write_whole
@@ -33,7 +33,7 @@ class UserModel:
 
     @property
     def served(self) -> bool:
-        """Whether a running server has loaded it."""
+        """Return whether a running server has loaded it."""
         return is_held(self.folder / CONFIG_NAME)
 
 
@@ -91,7 +91,7 @@ def _engine(read: Repository, parts: tuple[str, ...]) -> Path | None:
 
 
 def point_to_engine(model: UserModel, engine: Path) -> None:
-    """Let a model use another engine. What was changed in its files stays."""
+    """Make a model use another engine. Changes in its files are kept."""
     assert model.engine is not None, "a model without an engine cannot get another one"
     repository = model.folder.parent
     read = _read(repository)
@@ -143,7 +143,7 @@ def users_of(engine: Path) -> list[Path]:
     Files that cannot be parsed count, too: the name of an engine's folder is unique.
     """
     found = []
-    for repository in known_repositories():
+    for repository in used_repositories():
         for file in sorted(repository.glob(f"*/{CONFIG_NAME}")):
             if engine.name in file.read_text(encoding="utf-8", errors="replace"):
                 found.append(file)

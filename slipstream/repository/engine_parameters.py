@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.engine.settings import MOST_RANK, EngineSettings
+from slipstream.engine.settings import MAX_RANK, EngineSettings
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.problems import Problems, did_you_mean
 from slipstream.repository.replicas import replica_settings
@@ -287,8 +287,8 @@ def _policy_settings(
 
 # Parameter → (engine setting, lowest value, highest value).
 _ADAPTER_SETTINGS = {
-    "lora_cache_optimal_adapter_size": ("adapter_page_rank", 1, MOST_RANK),
-    "lora_cache_max_adapter_size": ("adapter_max_rank", 1, MOST_RANK),
+    "lora_cache_optimal_adapter_size": ("adapter_page_rank", 1, MAX_RANK),
+    "lora_cache_max_adapter_size": ("adapter_max_rank", 1, MAX_RANK),
     "lora_cache_gpu_memory_fraction": ("adapter_memory_fraction", 0.0, 1.0),
     "lora_cache_host_memory_bytes": ("adapter_host_bytes", 1, None),
 }

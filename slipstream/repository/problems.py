@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-_MOST_ERRORS = 20  # of one file that are kept
-_MOST_WARNINGS = 100  # a template with unfilled variables has about 60
-_MOST_CHARACTERS = 600  # of a problem's text or key
+_MAX_ERRORS = 20  # of one file that are kept
+_MAX_WARNINGS = 100  # a template with unfilled variables has about 60
+_MAX_CHARACTERS = 600  # of a problem's text or key
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Problems:
 
     def keeps_errors(self, file: str) -> bool:
         """Return whether the text of another error of this file would be kept."""
-        return self._counts[file, True] < _MOST_ERRORS
+        return self._counts[file, True] < _MAX_ERRORS
 
     def keeps_warnings(self, file: str) -> bool:
-        return self._counts[file, False] < _MOST_WARNINGS
+        return self._counts[file, False] < _MAX_WARNINGS
 
     @property
     def found(self) -> list[Problem]:
@@ -75,14 +75,14 @@ class Problems:
         return sum(count for (_, kind), count in self._counts.items() if kind is fatal)
 
     def _add(self, problem: Problem) -> None:
-        most = _MOST_ERRORS if problem.fatal else _MOST_WARNINGS
+        most = _MAX_ERRORS if problem.fatal else _MAX_WARNINGS
         if self._counts[problem.file, problem.fatal] < most:
             self._kept.append(problem)
         self._counts[problem.file, problem.fatal] += 1
 
     def _count_rest(self, fatal: bool) -> Iterator[Problem]:
         """Yield a line for each file that has more problems than were kept."""
-        most = _MOST_ERRORS if fatal else _MOST_WARNINGS
+        most = _MAX_ERRORS if fatal else _MAX_WARNINGS
         noun = "errors" if fatal else "warnings"
         for (file, kind), count in self._counts.items():
             if kind is fatal and count > most:
@@ -91,9 +91,9 @@ class Problems:
 
 def _shorten(text: str) -> str:
     """Return a text whose middle is left out if it is long, as a file's own texts may be."""
-    if len(text) <= _MOST_CHARACTERS:
+    if len(text) <= _MAX_CHARACTERS:
         return text
-    half = _MOST_CHARACTERS // 2
+    half = _MAX_CHARACTERS // 2
     return f"{text[:half]} … {text[-half:]}"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.engine.settings import MOST_REPLICAS, replicas_problem
+from slipstream.engine.settings import MAX_REPLICAS, replicas_problem
 from slipstream.repository.config import ModelConfig
 from slipstream.repository.problems import Problems
 
@@ -23,8 +23,8 @@ def replica_settings(
 ) -> dict[str, Any]:
     """Return the settings `replicas` and `devices`. Mistakes are reported, and have no effect."""
     replicas = sum(_count(group.count, group.gpus) for group in config.instance_groups) or 1
-    if replicas > MOST_REPLICAS:
-        text = f"{replicas} instances: an engine model may have 1 to {MOST_REPLICAS}"
+    if replicas > MAX_REPLICAS:
+        text = f"{replicas} instances: an engine model may have 1 to {MAX_REPLICAS}"
         problems.error(config.file, config.line(_INSTANCES), _INSTANCES, text)
         return {}
     if gpu_device_ids is None:

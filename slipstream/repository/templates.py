@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -54,6 +54,17 @@ def helper_names(repo: Path, model_name: str) -> dict[str, str]:
     if any((repo / name).exists() for name in FIXED_NAMES):
         return {name: f"{model_name}-{name}" for name in FIXED_NAMES}
     return {name: name for name in FIXED_NAMES}
+
+
+def helpers_among(names: Collection[str]) -> set[str]:
+    """Return the names of models that do a part of another model's work, as `write_repository`
+    writes them. A repository of the tutorials, with its BLS model, has none.
+    """
+    own = [name for name in names if name not in FIXED_NAMES]
+    helpers = {f"{name}-{part}" for name in own for part in FIXED_NAMES}
+    if own and BLS_TEMPLATE not in own:
+        helpers |= set(FIXED_NAMES)
+    return helpers & set(names)
 
 
 def write_repository(

@@ -1,4 +1,4 @@
-"""Which requests sample, by protocol. docs/requests.md has the same rules as a table.
+"""The rule of each protocol for which requests sample. docs/requests.md has it as a table.
 
 - Triton's protocols follow TensorRT-LLM. A request samples if `top_k` is above 1, or if `top_k` is
   0 (or not sent) and `top_p` is above 0. All others are greedy, whatever `temperature` says; its

@@ -23,13 +23,16 @@ from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
 from slipstream.engine.memory.nodes import usable_nodes
 from slipstream.repository.models import Repository, inspect_repository
 from slipstream.repository.reading import Reading
+from slipstream.repository.templates import helpers_among
 from slipstream.server.engine_link.link import remove_left_folders
 from slipstream.server.engine_link.memory_table import memory_table, node_advice, titled_replicas
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.engine_link.visible_gpus import runs_on_gpu
+from slipstream.server.exit_deadline import LAST_SECONDS, ExitDeadline
 from slipstream.server.frontends.count import choose_count
 from slipstream.server.frontends.ports import PortError, Ports
 from slipstream.server.kserve.health import ServerState
+from slipstream.server.loaded_models import READY
 from slipstream.server.log.output import HANDLER
 from slipstream.server.log.start_times import StartTimes, report_loading
 from slipstream.server.options import ALL_MODELS, ServerOptions, is_loopback
@@ -44,9 +47,11 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # longest wait, after the exit timeout, for other front ends to report to their clients
-SETTLE_SECONDS = 1.0
+SETTLE_SECONDS = 0.5
 # after the exit timeout, each part of the server has this long to end
 LEAST_PATIENCE_SECONDS = 0.5
+# longest time from the last failure of an engine to the end of the server
+FAILED_SECONDS = 12.0
 ENGINE_SECONDS = 5.0  # longest wait for the end of an engine without work
 
 # The gRPC library reads this variable when it is imported. The thread that polls the completion
@@ -261,12 +266,13 @@ class _Server:
         self._state = ServerState(engines)
         self._stop_requested = asyncio.Event()
         self._stop_signal = 0  # the signal that requested it
+        self._deadline = ExitDeadline(self._abandon)
 
     async def run(self, early_signals: list[int]) -> int:
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         if early_signals:
-            return _end_before_ready(early_signals[0])
+            return self._end_before_ready(early_signals[0])
         self._engines.watch_spawned()
         await asyncio.sleep(0)  # the tasks that watch the engines begin to run
         os.environ.setdefault(*GRPC_EXPERIMENTS_DEFAULT)
@@ -282,7 +288,7 @@ class _Server:
             reports = asyncio.ensure_future(report_loading(self._slow_models()))
             try:
                 if not await self._first(loading):
-                    return _end_before_ready(self._stop_signal)
+                    return self._end_before_ready(self._stop_signal)
             finally:
                 reports.cancel()
             self._times.models_loaded()
@@ -318,17 +324,44 @@ class _Server:
         failed = asyncio.ensure_future(self._engines.wait_failed())
         try:
             if await self._first(failed):
+                reason = f"the engine failed for good: {failed.result()}"
+                self._deadline.set(FAILED_SECONDS, 1)
+                self._deadline.part = f"the server; {reason}"
                 await services.close()
                 await self._engines.stop()
-                raise StartFailed(f"the engine failed for good: {failed.result()}")
+                raise StartFailed(reason)
         finally:
             if polling is not None:
                 polling.cancel()
-        deadline = time.monotonic() + self._options.exit_timeout_seconds
-        await self._drain(services)
-        await services.close(_patience(deadline))
-        await self._engines.stop(min(_patience(deadline), ENGINE_SECONDS))
+        await self._end(services)
         return 0
+
+    async def _end(self, services: Services) -> None:
+        deadline = time.monotonic() + self._options.exit_timeout_seconds
+        self._deadline.set(self._options.exit_timeout_seconds + LAST_SECONDS, 0)
+        self._deadline.part = "requests"
+        await self._drain(services)
+        self._deadline.part = "connections and models"
+        await services.close(_patience(deadline))
+        self._deadline.part = "engines"
+        await self._engines.stop(min(_patience(deadline), ENGINE_SECONDS))
+        self._deadline.finish(0)
+
+    def _end_before_ready(self, number: int) -> int:
+        """Say that a signal ended the server before it served; return the exit code.
+
+        A user's Ctrl-C interrupts the command. SIGTERM is the orderly end of a supervisor.
+        """
+        logger.warning("%s before the server was ready: it ends", signal.Signals(number).name)
+        code = 128 + number if number == signal.SIGINT else 0
+        self._deadline.finish(code)
+        return code
+
+    def _abandon(self) -> None:
+        """Kill all other processes, from any thread, before this process ends."""
+        self._engines.abandon()
+        if self._frontends is not None:
+            self._frontends.abandon()
 
     async def _first(self, event: asyncio.Future[Any]) -> bool:
         """Return whether `event` comes before the order to stop. Raise what the event raises."""
@@ -418,15 +451,6 @@ class _Server:
         ]
 
 
-def _end_before_ready(number: int) -> int:
-    """Say that a signal ended the server before it served; return the exit code.
-
-    A user's Ctrl-C interrupts the command. SIGTERM is the orderly end that a supervisor wants.
-    """
-    logger.warning("%s before the server was ready: it ends", signal.Signals(number).name)
-    return 128 + number if number == signal.SIGINT else 0
-
-
 def _patience(deadline: float) -> float:
     """Return the seconds until the exit timeout, or a moment after it."""
     return max(LEAST_PATIENCE_SECONDS, deadline - time.monotonic())
@@ -441,11 +465,16 @@ def _example_model(repository: Repository) -> str:
 def _log_models(rows: list[tuple[str, str, str]], engines: EnginePool) -> None:
     """Log Triton's table of models, and how each engine uses the memory."""
     head = ("Model", "Version", "Status")
-    shown = [head, *(_on_one_line(row) for row in rows)]
+    helpers = helpers_among([name for name, _, _ in rows])
+    # a helper that is not ready is why its model does not answer
+    hidden = [name for name, _, status in rows if name in helpers and status == READY]
+    shown = [head, *(_on_one_line(row) for row in rows if row[0] not in hidden)]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
     lines = [_table_line(row, widths) for row in shown]
     table = [rule, lines[0], rule, *lines[1:], rule]
+    if hidden:
+        table.append(f"Ready helper models of these: {', '.join(hidden)}")
     logger.info("\n" + "\n".join(table) + "\n", extra={"place": "server.cc:674"})
     for name, engine in engines.items():
         infos = [client.info for client in engine.clients if client.info is not None]

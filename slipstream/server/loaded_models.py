@@ -31,8 +31,8 @@ from slipstream.server.models.build import (
 )
 from slipstream.server.models.factories import ModelFactory, find_factory
 from slipstream.server.models.generating import ServedEngine
+from slipstream.server.models.warmup import warm_up
 from slipstream.server.text.chat import ChatOptions
-from slipstream.server.warmup import warm_up
 from slipstream.weights.cache.locks import hold
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Status(NamedTuple):
 
 
 class LoadFailed(Exception):
-    """Why a model is UNAVAILABLE, in the words of the index: `Internal: …`."""
+    """The reason why a model is UNAVAILABLE, in the words of the index: `Internal: …`."""
 
 
 @dataclass
@@ -295,7 +295,7 @@ class LoadedModels:
         return None if loaded is None else loaded.engine
 
     def _fail(self, model: RepositoryModel, reason: str) -> LoadFailed:
-        """Note why a model cannot be loaded. The one that served before goes on serving."""
+        """Note why a model cannot be loaded. The one that served before continues serving."""
         if model.name not in self._models:
             self._set_status(model, Status(UNAVAILABLE, reason))
             self._registry.retire(model.name)

@@ -168,7 +168,7 @@ class ModelLoader:
 
     @property
     def models_ready(self) -> bool:
-        """Whether every model that should be loaded serves: strict readiness."""
+        """Return whether every model that should be loaded serves: strict readiness."""
         versions = self._loaded.status.values()
         statuses = [status for by_version in versions for status in by_version.values()]
         return all(status.state == READY or status.reason == "unloaded" for status in statuses)

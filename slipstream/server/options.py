@@ -14,7 +14,7 @@ from slipstream.server.engine_link.cluster.leader import ClusterOptions
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.certificates import CertificateFiles
 from slipstream.server.kserve.context import DEFAULT_HTTP_MAX_INPUT_BYTES
-from slipstream.server.kserve.sites import Sites
+from slipstream.server.kserve.origins import OriginPolicy
 from slipstream.server.text.chat import ChatOptions
 from slipstream.server.tracing.export_settings import ExportSettings
 
@@ -84,15 +84,15 @@ class ServerOptions:
         return CertificateFiles(certificate, key, self.grpc_settings.get("root_certificate"))
 
     @property
-    def sites(self) -> Sites:
-        return self._sites_at(self.http.address)
+    def origin_policy(self) -> OriginPolicy:
+        return self._origin_policy_at(self.http.address)
 
     @property
-    def metrics_sites(self) -> Sites:
-        return self._sites_at(self.metrics.address)
+    def metrics_origin_policy(self) -> OriginPolicy:
+        return self._origin_policy_at(self.metrics.address)
 
-    def _sites_at(self, address: str) -> Sites:
-        return Sites(is_loopback(address), self.allowed_hosts, self.cors_origins)
+    def _origin_policy_at(self, address: str) -> OriginPolicy:
+        return OriginPolicy(is_loopback(address), self.allowed_hosts, self.cors_origins)
 
 
 def is_loopback(address: str) -> bool:

@@ -49,7 +49,7 @@ def frontend_options(options: ServerOptions, grpc_number: int) -> FrontendOption
         http_restrictions=dict(access.http_restrictions),
         grpc_restrictions=dict(access.grpc_restrictions),
         health_needs_key=access.health_needs_key,
-        sites=options.sites,
+        origin_policy=options.origin_policy,
         http_certificate=options.http_certificate,
         server_name=options.server_name,
         http_max_input_bytes=options.http_max_input_bytes,
@@ -111,7 +111,9 @@ class Services:
         shown = self.metrics if options.http_metrics else None
         app = create_app(self.registry, state, context, shown, self.metrics)
         self._http = HttpServer(app, certificate=options.http_certificate)
-        self._metrics = HttpServer(serve_metrics(self.metrics, state, options.metrics_sites))
+        self._metrics = HttpServer(
+            serve_metrics(self.metrics, state, options.metrics_origin_policy)
+        )
         self._grpc_options = GrpcOptions(**options.grpc_settings, share_port=frontends is not None)
         handlers = create_handlers(self.registry, state, context)
         self._calls = ForwardedCalls(handlers)
@@ -131,7 +133,7 @@ class Services:
         self.registry.wrap(self.metrics.count)
 
     def _share(self, frontends: Frontends, context: ServerContext) -> None:
-        """Let the other front ends follow this one, and this one know what they count."""
+        """Connect the front ends: the others follow this one, which gets their counts."""
         context.settle = frontends.settle
         context.collect_statistics = frontends.collect
         self.loader.after_change = frontends.settle
@@ -222,7 +224,11 @@ class Services:
             self._http.close(seconds),
             self._metrics.close(seconds),
         )
-        await self.loader.close()
+        try:
+            async with asyncio.timeout(most_seconds):
+                await self.loader.close()
+        except TimeoutError:
+            logger.warning("models do not end within %.1f s and are given up", most_seconds)
         self._memory.close()
         await asyncio.to_thread(self._trace.close)
 
@@ -233,7 +239,7 @@ def _context(options: ServerOptions, loader: ModelLoader, trace: TraceSettings) 
         memory=SharedMemory(options.allow_client_shared_memory),
         trace=trace,
         access=options.access,
-        sites=options.sites,
+        origin_policy=options.origin_policy,
         server_name=options.server_name,
         http_max_input_bytes=options.http_max_input_bytes,
         embedding_pooling=options.embedding_pooling,

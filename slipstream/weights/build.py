@@ -18,6 +18,8 @@ import numpy as np
 
 from slipstream.version import VERSION
 from slipstream.weights.build_plan import BuildPlan, hashed_details, plan_build
+from slipstream.weights.calibration.settings import METHODS, Calibration
+from slipstream.weights.calibration.source import CalibratedSource
 from slipstream.weights.engine_config import (
     CONFIG_NAME,
     BuildLimits,
@@ -66,11 +68,14 @@ def build_engine(
     limits: BuildLimits | None = None,
     progress: Progress | None = None,
     wanted_ranks: int = 1,
+    calibration: Calibration | None = None,
+    notes: list[str] | None = None,
 ) -> Path:
     """Build an engine folder at `output` and return it. A second identical build does nothing.
 
     `dtype` "auto" keeps the blocks of a quantised GGUF file and a 16-bit type of other weights; for
-    any other type it uses bfloat16. `weight_only` is None, "int8", "int4" or "fp8".
+    any other type it uses bfloat16. `weight_only` is None, "int8", "int4", "fp8", "awq" or "gptq".
+    `calibration` has the text of the last two. Lines about what it cannot do are added to `notes`.
     `fp8_kv_cache` stores the KV cache in FP8 on a GPU. `wanted_ranks` is recorded; the folder runs
     with any number of ranks. Raises SourceError, UnsupportedModel or ValueError with one line that
     gives the reason.
@@ -78,6 +83,7 @@ def build_engine(
     output = Path(output)
     progress = progress or no_progress
     opened = open_source(str(source), progress) if isinstance(source, str | Path) else source
+    opened = calibrated(opened, weight_only, calibration)
     plan = plan_engine(opened, dtype, weight_only, fp8_kv_cache, limits)
     if _is_built(output, plan, wanted_ranks):
         return output
@@ -85,6 +91,10 @@ def build_engine(
     if "torch" not in sys.modules:
         progress("loading torch, which reads the weights", 0, 0)
         import torch  # noqa: F401
+    if isinstance(opened, CalibratedSource):
+        found = opened.calibrate(progress)
+        if notes is not None:
+            notes += found
     with whole_folder(output, CONFIG_NAME, _old_files(output)) as staging:
         _write_folder(opened, plan, staging, progress, wanted_ranks)
     return output
@@ -98,14 +108,27 @@ def plan_engine(
     limits: BuildLimits | None = None,
 ) -> EnginePlan:
     """Return the plan of an engine folder, decided from the source's headers alone."""
+    source = calibrated(source, weight_only)
+    in_blocks = isinstance(source, CalibratedSource)
     return plan_build(
         source,
         dtype,
-        weight_only,
+        None if in_blocks else weight_only,
         fp8_kv_cache,
         limits or BuildLimits.for_model(source.spec),
-        keep_stored=dtype == "auto" and weight_only is None,
+        keep_stored=in_blocks or (dtype == "auto" and weight_only is None),
     )
+
+
+def calibrated(
+    source: Source, weight_only: str | None, calibration: Calibration | None = None
+) -> Source:
+    """Return the source, quantised by calibration if `weight_only` or `calibration` wants that."""
+    if isinstance(source, CalibratedSource):
+        return source
+    if calibration is None and weight_only in METHODS:
+        calibration = Calibration(weight_only)
+    return source if calibration is None else CalibratedSource(source, calibration)
 
 
 def _is_built(output: Path, plan: EnginePlan, wanted_ranks: int) -> bool:

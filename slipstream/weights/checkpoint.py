@@ -2,14 +2,16 @@
 
 A checkpoint is the result of `slipstream convert` and one of the sources of `build_engine`. Its
 tensors have the names of `model/spec.py`. The weights are not quantised: the config only records
-the weight-only precision, which the build applies.
+the weight-only precision, which the build applies. With awq and gptq the folder holds the text of
+the calibration, too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from slipstream.model.families.family import Recipe
 from slipstream.model.spec import ModelSpec
 from slipstream.version import VERSION
 from slipstream.weights.build_plan import BuildPlan, plan_build
+from slipstream.weights.calibration.settings import METHODS, Calibration
 from slipstream.weights.engine_config import (
     CONFIG_NAME,
     GenerationDefaults,
@@ -60,7 +63,14 @@ if TYPE_CHECKING:
     import torch
 
 _FORMAT = 1
-_PRECISIONS = {"W8A16": "int8", "W4A16": "int4", "FP8": "fp8"}
+_PRECISIONS = {
+    "W8A16": "int8",
+    "W4A16": "int4",
+    "FP8": "fp8",
+    "W4A16_AWQ": "awq",
+    "W4A16_GPTQ": "gptq",
+}
+_CALIBRATION_TEXT = "calibration.txt"
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -97,6 +107,11 @@ class CheckpointSource:
             quantisation = self._config["quantization"]
             self.weight_only = _PRECISIONS.get(quantisation["quant_algo"])
             self.fp8_kv_cache = quantisation.get("kv_cache_quant_algo") == "FP8"
+            self.calibration: Calibration | None = None
+            if self.weight_only in METHODS:
+                self.calibration = Calibration(
+                    self.weight_only, folder / _CALIBRATION_TEXT, own["calibration_windows"]
+                )
         except (KeyError, TypeError, ValueError) as error:
             raise SourceError(f"{path}: damaged: {error}; convert the model again") from error
         self.ranks = mapping.world_size
@@ -147,10 +162,20 @@ def plan_checkpoint(
     weight_only: str | None,
     mapping: RankMapping,
     fp8_kv_cache: bool = False,
+    calibration: Calibration | None = None,
 ) -> CheckpointPlan:
     """Return the plan of a checkpoint. Raises like `plan_build`."""
     mapping.check(source.spec)
-    return plan_build(source, dtype, weight_only, fp8_kv_cache, mapping)
+    if calibration is None:
+        return plan_build(source, dtype, weight_only, fp8_kv_cache, mapping)
+    plan = plan_build(source, dtype, "int4", fp8_kv_cache, mapping)
+    algorithm = f"W4A16_{calibration.method.upper()}"
+    inputs = f"{plan.inputs_hash}:{calibration.fingerprint()}"
+    return replace(
+        plan,
+        quantisation=replace(plan.quantisation, algorithm=algorithm),
+        inputs_hash=hashlib.sha256(inputs.encode()).hexdigest(),
+    )
 
 
 def _rank_layout(plan: CheckpointPlan, spec: ModelSpec, rank: int) -> dict[str, TensorSlot]:
@@ -180,12 +205,13 @@ def write_checkpoint(
     mapping: RankMapping = RankMapping(),
     fp8_kv_cache: bool = False,
     progress: Progress = no_progress,
+    calibration: Calibration | None = None,
 ) -> Path:
     """Write a source as a unified checkpoint with its tokenizer files, and return the folder.
 
     A second identical conversion does nothing. The folder appears complete or not at all.
     """
-    plan = plan_checkpoint(source, dtype, weight_only, mapping, fp8_kv_cache)
+    plan = plan_checkpoint(source, dtype, weight_only, mapping, fp8_kv_cache, calibration)
     if _is_written(output, plan):
         return output
     layouts = [_rank_layout(plan, source.spec, rank) for rank in range(mapping.world_size)]
@@ -202,12 +228,18 @@ def write_checkpoint(
             write_tensors(
                 staging / rank_file(rank), layout, _rank_pieces(source, plan, rank), meter.add
             )
-        write_checkpoint_config(source, plan, staging)
+        write_checkpoint_config(source, plan, staging, calibration)
     return output
 
 
-def write_checkpoint_config(source: Source, plan: CheckpointPlan, folder: Path) -> None:
-    (folder / CONFIG_NAME).write_text(json.dumps(_document(source, plan), indent=2) + "\n")
+def write_checkpoint_config(
+    source: Source, plan: CheckpointPlan, folder: Path, calibration: Calibration | None = None
+) -> None:
+    document = _document(source, plan)
+    if calibration is not None:
+        document["slipstream"]["calibration_windows"] = calibration.windows
+        (folder / _CALIBRATION_TEXT).write_text(calibration.content, encoding="utf-8")
+    (folder / CONFIG_NAME).write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _rank_pieces(

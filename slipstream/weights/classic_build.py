@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from slipstream.model.spec import ModelSpec
 from slipstream.weights.build import build_engine
+from slipstream.weights.calibration.settings import Calibration
 from slipstream.weights.checkpoint import CheckpointSource
 from slipstream.weights.engine_config import BuildLimits, EngineConfig, read_engine_config
 from slipstream.weights.shards import possible_ranks
@@ -36,6 +37,7 @@ class BuildFlags:
     output: Path = Path(DEFAULT_OUTPUT)
     dtype: str | None = None
     weight_only: str | None = None
+    calibration: Calibration | None = None  # of `weight_only` awq or gptq
     fp8_kv_cache: bool = False
     limits: Mapping[str, int] = field(default_factory=dict)  # name of LIMIT_NAMES → limit
     ranks: int = 1  # ranks that the flags want; a checkpoint may want more
@@ -53,13 +55,16 @@ def build(wanted: BuildFlags, progress: Progress = no_progress) -> BuildResult:
     source = open_source(wanted.model, progress)
     dtype = wanted.dtype or "auto"
     weight_only = wanted.weight_only
+    calibration = wanted.calibration
     fp8_kv_cache = wanted.fp8_kv_cache
     notes: list[str] = []
     ranks = wanted.ranks
     stages = wanted.stages
     if isinstance(source, CheckpointSource):
         dtype = wanted.dtype or source.stored_dtype
-        weight_only = weight_only or source.weight_only
+        if weight_only is None:
+            weight_only = source.weight_only
+            calibration = source.calibration
         fp8_kv_cache = fp8_kv_cache or source.fp8_kv_cache
         ranks = max(ranks, source.ranks)
         stages = max(stages, source.stages)
@@ -80,6 +85,8 @@ def build(wanted: BuildFlags, progress: Progress = no_progress) -> BuildResult:
         limits=limits,
         progress=watch,
         wanted_ranks=ranks,
+        calibration=calibration,
+        notes=notes,
     )
     notes += _explain_ranks(read_engine_config(folder), ranks, stages)
     return BuildResult(folder, wrote, tuple(notes))

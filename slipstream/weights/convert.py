@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from slipstream.weights.calibration.settings import Calibration
 from slipstream.weights.checkpoint import (
     plan_checkpoint,
     write_checkpoint,
@@ -32,6 +33,7 @@ class Conversion:
     fp8_kv_cache: bool = False
     mapping: RankMapping = field(default_factory=RankMapping)
     config_only: bool = False
+    calibration: Calibration | None = None  # of `weight_only` awq or gptq: the build applies it
 
 
 class ConversionResult(NamedTuple):
@@ -45,10 +47,15 @@ def convert(wanted: Conversion, progress: Progress = no_progress) -> ConversionR
     source = open_source(wanted.model, progress)
     if wanted.config_only:
         plan = plan_checkpoint(
-            source, wanted.dtype, wanted.weight_only, wanted.mapping, wanted.fp8_kv_cache
+            source,
+            wanted.dtype,
+            wanted.weight_only,
+            wanted.mapping,
+            wanted.fp8_kv_cache,
+            wanted.calibration,
         )
         with whole_folder(wanted.output, CONFIG_NAME) as staging:
-            write_checkpoint_config(source, plan, staging)
+            write_checkpoint_config(source, plan, staging, wanted.calibration)
         return ConversionResult(wanted.output, source, True)
     wrote = False
 
@@ -65,5 +72,6 @@ def convert(wanted: Conversion, progress: Progress = no_progress) -> ConversionR
         mapping=wanted.mapping,
         fp8_kv_cache=wanted.fp8_kv_cache,
         progress=watch,
+        calibration=wanted.calibration,
     )
     return ConversionResult(wanted.output, source, wrote)

@@ -107,7 +107,8 @@ _SHARED = (
     ),
     *_rows("explained", "values", "0.5-0.18", _FROM_CONFIG, "rotary_scaling"),
     *_rows("explained", "nothing", "0.5-0.18", _FROM_CONFIG, "no_bias multi_query_mode"),
-    *_rows("refused", "nothing", "0.5-0.18", _QUANTISED, "use_smooth_quant use_int4_awq per_group"),
+    *_rows("refused", "nothing", "0.5-0.18", _QUANTISED, "use_smooth_quant per_group"),
+    *_rows("refused", "nothing", "0.5-0.18", "use --quantize awq", "use_int4_awq"),
     *_rows("used", "nothing", "0.5-0.18", _FP8, "enable_fp8 use_fp8 use_fp8_rowwise"),
     *_rows(
         "used",
@@ -136,8 +137,23 @@ _SHARED = (
         "explained",
         "value",
         "0.5-0.18",
-        "nothing is calibrated, so no dataset is needed",
-        "dataset_cache_dir calib_dataset calib_size calib_max_seq_length",
+        "nothing is fetched for a calibration, whose windows have 512 tokens",
+        "dataset_cache_dir calib_max_seq_length",
+    ),
+    *_rows(
+        "used",
+        "value",
+        "0.5-0.18",
+        "text file that --quantize awq and gptq observe the model on (default: a text of the "
+        "package)",
+        "calib_dataset",
+    ),
+    *_rows(
+        "used",
+        "value",
+        "0.5-0.18",
+        "most windows of 512 tokens of the calibration text that are run (default: 128)",
+        "calib_size",
     ),
     *_rows(
         "refused",

@@ -70,6 +70,8 @@ class Quantisation:
     "W8A16"  int8 with one scale per row
     "W4A16"  int4 with one scale and one offset per group of `group_size` inputs
     "FP8"    e4m3 with one scale per row; activations are e4m3 with one scale per token
+
+    and of a checkpoint, whose build quantises: "W4A16_AWQ" and "W4A16_GPTQ"
     """
 
     algorithm: str | None = None

@@ -33,20 +33,6 @@ def quantise_rows(
     return _int8(rows.float()) if bits == 8 else _int4(rows.float(), group_size)
 
 
-def dequantise(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the float32 matrix [n, k] of stored weights and scales."""
-    if weight.dtype in (torch.int8, torch.float8_e4m3fn):
-        return weight.float() * scales[:, None]
-    low = weight & 15
-    high = weight >> 4
-    values = torch.stack((low, high), dim=-1).flatten(1).float() - 8.0  # [n, k]
-    # [n, groups, 1] each
-    scale = scales[..., :1]
-    offset = scales[..., 1:]
-    grouped: torch.Tensor = values.unflatten(1, (scales.shape[1], -1)) * scale + offset
-    return grouped.flatten(1)
-
-
 def _int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to int8 with one symmetric scale per row."""
     scales = _round_to_bfloat16(rows.abs().amax(dim=1) / 127.0)

@@ -165,9 +165,7 @@ def test_flags_that_a_search_cannot_use_are_refused(flags: list[str], reason: st
 
 def test_progress_names_what_is_left() -> None:
     windows = WindowRule(10.0, 0.1, 10)
-    assert progress_text(20, 10.0, 50, windows) == (
-        "20 of 50 requests in 10 s, 2.0 a second, 15 s left"
-    )
-    assert progress_text(0, 10.0, 50, windows) == "0 of 50 requests in 10 s, 0.0 a second"
-    assert progress_text(5, 10.0, 0, windows) == "5 requests in 10 s, 0.5 a second, 20 s left"
+    assert progress_text(20, 10.0, 50, windows) == "20 of 50 requests in 10 s, 2.0/s, 15 s left"
+    assert progress_text(0, 10.0, 50, windows) == "0 of 50 requests in 10 s, 0.0/s"
+    assert progress_text(5, 10.0, 0, windows) == "5 requests in 10 s, 0.5/s, 20 s left"
     assert progress_text(5, 40.0, 0, windows).endswith("until windows are equal")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from command_line import run_cli
 
-from slipstream.cli.arguments import Parser, at_least
+from slipstream.cli.arguments import Parser, at_least, close_options
 from slipstream.cli.commands import run_command
 
 
@@ -121,3 +121,21 @@ def test_a_workload_without_its_options_is_a_usage_error(
     assert ended.value.code == 2
     missing = "--input-stdev, --output-mean, --output-stdev"
     assert f"token-norm-dist requires {missing} (see" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("--port", ["--http-port", "--grpc-port", "--metrics-port"]),
+        ("--prot", ["--http-port", "--grpc-port", "--metrics-port"]),
+        ("--http-prot", ["--http-port"]),
+        ("--max-model-length", ["--max_model_len"]),
+        ("--temprature", []),
+    ],
+)
+def test_an_unknown_option_suggests_near_names_and_near_words(
+    name: str, options: list[str]
+) -> None:
+    known = ["--repo", "--http-port", "--grpc-port", "--metrics-port", "--max_model_len"]
+    declared = {option.replace("_", "-"): option for option in known}
+    assert close_options(name, declared) == options

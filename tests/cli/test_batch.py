@@ -72,6 +72,10 @@ def test_results_are_the_responses_of_the_server(server: TinyServer, tmp_path: P
     given = run_cli(["batch", source, output, "-u", server.url.removeprefix("http://")])
     assert given.exit_code == 1
     assert "2 requests succeeded, 7 failed" in given.output
+    reasons = [line for line in given.output.splitlines() if line.startswith("[WARNING]")]
+    assert "[WARNING] 1 failed: stream is not supported in a batch: leave it out" in reasons
+    assert reasons[-1] == "[WARNING] 2 failed for other reasons: see the errors in the file"
+    assert len(reasons) == 6
     results = read_results(output)
     assert sorted(results) == sorted(line["custom_id"] for line in lines)
     for line in lines[:5]:

@@ -464,7 +464,7 @@ def test_set_alone_lists_every_setting(place: Place) -> None:
     lines = place.pipe("/set top_k 3\n/set\n").stdout.splitlines()
     assert [line.partition(": ")[0] for line in lines] == list(SETTINGS)
     assert "top_k: 3" in lines
-    assert "seed: the default of the server" in lines
+    assert "seed: the server's default" in lines
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,14 @@ def test_every_spelling_of_fp8_reaches_the_engine(
 
 @pytest.mark.parametrize(
     ("form", "algorithm"),
-    [("fp8", "FP8"), ("int8_wo", "W8A16"), ("int4_wo", "W4A16"), ("full_prec", None)],
+    [
+        ("fp8", "FP8"),
+        ("int8_wo", "W8A16"),
+        ("int4_wo", "W4A16"),
+        ("int4_awq", "W4A16_AWQ"),
+        ("int4_gptq", "W4A16_GPTQ"),
+        ("full_prec", None),
+    ],
 )
 def test_quantize_writes_each_format(
     model: Path, tmp_path: Path, form: str, algorithm: str | None
@@ -178,14 +185,70 @@ def test_quantize_writes_each_format(
     }
 
 
-def test_calibrated_and_conflicting_formats_are_refused(
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_a_checkpoint_to_calibrate_builds_the_same_engine_as_the_model(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A text of the user, with some numbers: 1 2 3 5 8 13. " * 60)
+    words = ["--model_dir", model, "--dtype", "float32"]
+    calibration = ["--calib_dataset", text, "--calib_size", 3]
+    form = ["--qformat", f"int4_{method}", *calibration]
+    checkpoint = tmp_path / "checkpoint"
+    assert run("quantize", *words, "--output_dir", checkpoint, *form) == 0
+    built = tmp_path / "built"
+    quantize = ["--quantize", method, *calibration]
+    assert run("build", *words, "--output_dir", built, *quantize) == 0
+    text.unlink()  # the checkpoint has its own copy
+    from_checkpoint = tmp_path / "from-checkpoint"
+    assert run("build", "--checkpoint_dir", checkpoint, "--output_dir", from_checkpoint) == 0
+    printed = capsys.readouterr().out
+    assert f"layers, quantised by {method}" in printed
+    assert "has no effect" not in printed
+    one, two = ((folder / "rank0.engine").read_bytes() for folder in (built, from_checkpoint))
+    assert one == two
+    assert {
+        part.form
+        for parts in read_engine_config(built).quantisation.stored.values()
+        for part in parts
+    } == {"Q4_1", "Q8_0"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "algorithm"), [("int8", "W8A16"), ("int4", "W4A16"), ("fp8", "FP8")]
+)
+def test_quantize_of_a_build_takes_the_types_without_calibration(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    precision: str,
+    algorithm: str,
+) -> None:
+    words = ["--model_dir", model, "--output_dir", tmp_path, "--quantize", precision]
+    assert run("build", *words, "--calib_size", 4) == 0
+    assert read_engine_config(tmp_path).quantisation.algorithm == algorithm
+    assert "--calib_size has no effect: only awq and gptq are calibrated" in capsys.readouterr().out
+
+
+def test_unavailable_and_conflicting_formats_are_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--model_dir", model, "--output_dir", tmp_path]
-    assert run("quantize", *words, "--qformat", "int4_awq") == 1
-    assert "error: --qformat int4_awq: " in capsys.readouterr().err
-    assert run("convert", *words, "--use_fp8", "--use_weight_only") == 1
-    assert "error: --use_fp8 and --use_weight_only exclude each other" in capsys.readouterr().err
+    refused = {
+        ("quantize", "--qformat", "w4a8_awq"): "--qformat w4a8_awq is not available; use fp8, ",
+        ("convert", "--use_fp8", "--use_weight_only"): "--use_fp8 and --use_weight_only exclude",
+        ("build", "--quantize", "awq", "--use_weight_only"): "--quantize and --use_weight_only",
+        ("build", "--quantize", "gptq", "--calib_size", "0"): "--calib_size must be at least 1",
+        ("build", "--quantize", "gptq", "--calib_dataset", "cnn_dailymail"): (
+            "cnn_dailymail: cannot be read: No such file or directory; calibration takes a text"
+        ),
+    }
+    for (command, *flags), text in refused.items():
+        assert run(command, *words, *flags) == 1
+        assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("build", *words, "--quantize", "int3")
+    assert "invalid choice: 'int3' (choose from" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -469,26 +532,27 @@ def test_only_a_running_tritonserver_counts_as_busy(tmp_path: Path) -> None:
 
 
 def test_progress_without_a_terminal_is_plain_lines(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("slipstream.progress._PLAIN_SECONDS", 0.0)
     with ProgressLines() as lines:
         for done in (0, 1_000_000_000, 1_050_000_000, 2_000_000_000):
             lines.update("weights", done, 2_000_000_000)
     first, half, whole = capsys.readouterr().out.splitlines()
-    assert first == "[INFO] weights: 2.00 GB to write"
-    assert half.startswith("[INFO] weights: 50%, 1.00 GB of 2.00 GB, ")
+    assert first == "[INFO] weights: 2.00 GB"
+    assert half.startswith("[INFO] weights: 50%, 1.00/2.00 GB, ")
     assert half.endswith(" GB/s, 0 s left")
-    assert whole.startswith("[INFO] weights: 100%, 2.00 GB of 2.00 GB, ")
+    assert whole.startswith("[INFO] weights: 100%, 2.00/2.00 GB, ")
 
 
 def test_progress_of_a_fetch_is_no_build(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressLines() as lines:
-        lines.update("fetching org/name from the hub", 0, 1_000_000)
-        lines.update("fetching org/name from the hub", 1_000_000, 1_000_000)
+        lines.update("fetching org/name", 0, 1_000_000)
+        lines.update("fetching org/name", 1_000_000, 1_000_000)
         assert not lines.built
         lines.update("weights", 0, 1_000_000)
         assert lines.built
-    assert "[INFO] fetching org/name from the hub: 1.0 MB to fetch" in capsys.readouterr().out
+    assert "[INFO] fetching org/name: 1.0 MB" in capsys.readouterr().out
 
 
 def test_every_command_is_listed_in_the_help() -> None:

@@ -34,7 +34,7 @@ from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker import cpu_probe
 from slipstream.engine_worker.cpu_probe import CpuChoice
 from slipstream.kernels.cpu import machine as code_machine
-from slipstream.kernels.cpu.compiler.levels import BY_NAME
+from slipstream.kernels.cpu.compiler.instruction_levels import BY_NAME
 from slipstream.repository.templates import write_repository
 from slipstream.version import VERSION
 from slipstream.weights.build import build_engine

@@ -73,3 +73,31 @@ def test_the_reference_has_every_command_and_option() -> None:
                 assert f"`{option}`" in text
     assert "%(" not in text
     assert render_reference() == text
+
+
+@pytest.mark.parametrize("name", ["run", "batch"])
+def test_the_engines_options_are_behind_help_all(name: str) -> None:
+    short = run_cli([name, "--help"]).stdout
+    whole = run_cli([name, "--help-all"])
+    assert whole.exit_code == 0
+    assert "see --help-all" in " ".join(short.split())
+    for text in ("engines:", "capacity:", "--kv-cache-dtype", "What is not given is decided"):
+        assert text not in short
+        assert text in whole.stdout
+    assert len(short.splitlines()) < 50
+    assert "--kv-cache-dtype" in {
+        option for action in create_parser(name).arguments for option in action.option_strings
+    }
+    assert run_cli([name, "--help"]).stdout == short, "showing the help changes nothing"
+
+
+def test_start_shows_its_engines_options_and_its_other_name() -> None:
+    assert "--kv-cache-dtype" in run_cli(["start", "-h"]).stdout
+    assert "Serve a model repository or one model. Also: serve." in run_cli(["--help"]).stdout
+
+
+def test_the_help_of_chat_names_its_commands() -> None:
+    text = run_cli(["chat", "-h"]).stdout
+    assert [
+        name for name in ("/set", "/save", "/retry", "/help", "/exit") if name not in text
+    ] == []

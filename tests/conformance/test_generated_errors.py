@@ -17,9 +17,9 @@ from bad_requests.http_answers import HttpSender
 from bad_requests.http_cases import http_cases
 from bad_requests.recordings import Difference, compare, read_recording
 from bad_requests.servers import Ports, our_server, write_repository
+from fixed_models import FixedModels
 from grpc_support import MAKERS
 
-from slipstream.server.models.factories import FixedModels
 from slipstream.server.python_models.factory import PythonModels
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-triton.md"

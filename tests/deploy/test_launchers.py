@@ -355,6 +355,51 @@ def test_srun_serves_over_two_nodes(launch, slurm, repository, two_ranks, tasks)
 
 
 @needs_slurm
+def test_two_replicas_run_on_two_nodes(launch, slurm, repository, expected):
+    command = [*TWO_NODES, "--ntasks-per-node=1", *server_command(repository, "--replicas=2")]
+    running = launch(command, slurm | CLUSTER_KEY)
+    assert running.answer() == expected
+    assert "are started by the processes 0, 1 of 2 from srun" in running.log()
+    engines = processes_with(repository, "slipstream.engine_worker.process")
+    assert sorted(found["SLURMD_NODENAME"] for _, found in engines) == ["n1", "n2"]
+    running.end()
+    wait_for(lambda: not processes_of(repository))
+
+
+@needs_slurm
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_killed_task_ends_the_job_of_two_nodes(launch, slurm, repository, two_ranks, victim):
+    """With --kill-on-bad-exit, as in deploy/slurm/two_nodes.sub."""
+    command = [*TWO_NODES, "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    running = launch([*command, *server_command(repository)], slurm | CLUSTER_KEY)
+    assert running.answer() == two_ranks
+    (task,) = [
+        process
+        for process, found in processes_with(repository, SERVER[-1])
+        if found["SLURM_PROCID"] == victim
+    ]
+    os.kill(task, signal.SIGKILL)
+    assert running.process.wait(60) != 0
+    wait_for(lambda: not processes_of(repository))
+    assert "Killed" in running.log()
+
+
+def processes_with(repository: Path, module: str) -> list[tuple[int, dict[str, str]]]:
+    """Return the processes of a job's tasks that run a module, with their environments."""
+    found = []
+    for path in processes_of(repository):
+        try:
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+            text = (path / "environ").read_text()
+        except OSError:
+            continue
+        environment = dict(entry.partition("=")[::2] for entry in text.split("\0") if entry)
+        if module in words and "SLURMD_NODENAME" in environment:
+            found.append((int(path.name), environment))
+    return found
+
+
+@needs_slurm
 def test_rank_0_on_the_second_node_is_found_by_master_addr(
     launch, slurm, repository, two_ranks, tmp_path
 ):

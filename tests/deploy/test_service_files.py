@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,9 +17,12 @@ import yaml
 from manifests import DEPLOY, ROOT
 
 from slipstream.cli.commands import create_parser
+from slipstream.version import VERSION
 
 UNIT = DEPLOY / "systemd" / "slipstream.service"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+PYTEST = PYPROJECT["tool"]["pytest"]["ini_options"]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +83,50 @@ def test_the_workflow_runs_the_check_of_the_repository():
     assert PROJECT["requires-python"] == f">={versions[0]}"
     commands = [step.get("run", "") for step in workflow["jobs"]["browser"]["steps"]]
     assert any("pytest -m browser" in command for command in commands)
+
+
+def test_the_nightly_workflow_runs_what_the_default_tests_leave_out():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())
+    commands = [
+        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
+    ]
+    marked = {found for text in commands for found in re.findall(r"pytest -m (\w+)", text)}
+    every = {marker.partition(":")[0] for marker in PYTEST["markers"]}
+    # gates are in ci.yml, clusters in cluster.yml; the others need a GPU or nvidia-pytriton
+    elsewhere = {"gate", "cluster", "gpu", "live"}
+    assert marked == every - elsewhere
+    image = "\n".join(step.get("run", "") for step in workflow["jobs"]["image"]["steps"])
+    guide = (ROOT / "docs" / "first-hour.md").read_text()
+    imported = re.search(r"docker compose run --rm server slipstream .*", guide)[0]
+    assert imported in image
+
+
+def test_the_notes_of_a_release_are_its_part_of_the_changelog():
+    program = [sys.executable, ROOT / ".ci" / "release_notes.py"]
+    found = subprocess.run([*program, VERSION], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("The first version.\n\n### Added\n")
+    assert "## 0." not in found.stdout
+    found = subprocess.run([*program, "9.9.9"], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr == f"the tag is for 9.9.9, but slipstream/version.py says {VERSION}\n"
+
+
+def test_the_workflow_for_clusters_runs_the_tests_of_launchers_and_ray():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/cluster.yml").read_text())
+    job = workflow["jobs"]["cluster"]
+    names = [
+        Path(word).stem for words in job["strategy"]["matrix"]["tests"] for word in words.split()
+    ]
+    tests = ROOT / "tests" / "deploy"
+    assert all("mark.cluster" in (tests / f"{name}.py").read_text() for name in names)
+    marked = {path.stem for path in tests.glob("test_*.py") if "mark.cluster" in path.read_text()}
+    # manifests and service files need no cluster for most; pods need namespaces of their own
+    assert marked - set(names) == {"test_manifests", "test_pods", "test_service_files"}
+    installed = job["steps"][0]["run"].split()
+    assert {"slurm-wlm", "munge", "openmpi-bin", "libpmix-dev", "nginx", "prometheus"} <= set(
+        installed
+    )
 
 
 @pytest.mark.parametrize("name", ["bug", "feature"])

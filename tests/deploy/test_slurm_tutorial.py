@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from real_server import limit_cache
-from test_launchers import CPU, SmallSlurm, ask, own_processes
+from test_launchers import CLUSTER_KEY, CPU, SmallSlurm, ask, own_processes
 from tiny_engine import build_tiny_engine
 from tiny_server import is_running, wait_for
 
@@ -73,9 +73,12 @@ def expected(engine: Path) -> str:
 class TutorialJob:
     """The tutorial's job in a folder of its own."""
 
-    def __init__(self, folder: Path, engine: Path, slurm: SmallSlurm) -> None:
+    def __init__(self, folder: Path, engine: Path, slurm: SmallSlurm, nodes: int = 1) -> None:
+        """nodes: with several, a task on each, which PMIx does not start on one machine"""
         self._folder = folder
-        self._environment = CPU | slurm.environment
+        self._environment = CPU | slurm.environment | CLUSTER_KEY
+        self._nodes = nodes
+        self.tasks = TASKS if nodes == 1 else nodes
         write_repository(folder / "triton_backend", "tiny", engine, engine, 64)
         limit_cache(folder / "triton_backend", 4096)
         program = folder / "tritonserver"
@@ -94,6 +97,10 @@ class TutorialJob:
             text = text.replace("/opt/tritonserver/bin/tritonserver", str(program))
             text = text.replace("sudo nvidia-smi -lgc 1410,1410\n", "")
             text = re.sub(r"--container-\w+ \S+", "", text)
+            if self._nodes > 1:
+                text = text.replace("--nodes=1", f"--nodes={self._nodes}")
+                text = text.replace(f"--ntasks-per-node={TASKS}", "--ntasks-per-node=1")
+                text = text.replace("--mpi=pmix", "--mpi=none")
             (self._folder / path.name).write_text(text)
 
     def _run(self, *command: str) -> str:
@@ -115,7 +122,7 @@ class TutorialJob:
 
         def started() -> bool:
             assert self.queued(), (self._folder / "logs" / "tensorrt_llm.error").read_text()
-            others = all(self.log(task) for task in range(1, TASKS))
+            others = all(self.log(task) for task in range(1, self.tasks))
             return others and all(re.search(line, self.log(0)) for line in STARTED)
 
         wait_for(started, 120)
@@ -159,6 +166,23 @@ def test_the_job_starts_one_server_and_is_cancelled(job, expected):
     job.cancel()
     wait_for(lambda: not job.queued(), 60)
     wait_for(lambda: not job.processes())
+
+
+def test_the_job_on_two_nodes_serves_over_both(tmp_path, engine, small_slurm):
+    with LLM(engine, device="cpu", cache_tokens=1024, threads=1, ranks=2) as llm:
+        expected = llm.generate("5 6 7", max_tokens=8, ignore_end=True)[0].text
+    job = TutorialJob(tmp_path, engine, small_slurm, nodes=2)
+    try:
+        port = job.wait_started()
+        assert "on cpu with 2 ranks" in job.log(0)
+        (only,) = job.log(1).splitlines()
+        assert "process 1 of 2 from srun runs ranks for rank 0" in only
+        assert ask(port) == expected
+        job.cancel()
+        wait_for(lambda: not job.queued(), 60)
+        wait_for(lambda: not job.processes())
+    finally:
+        small_slurm.cancel_jobs()
 
 
 def test_killing_the_servers_by_name_leaves_nothing(job):

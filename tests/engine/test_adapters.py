@@ -255,7 +255,7 @@ def test_a_cache_of_one_adapter_serves_all_adapters(models):
         assert run_all(loop, [request(place, *row)])[row[0]] == answers[row[0]]
     stats = loop.stats()
     assert stats.adapter_bytes <= largest
-    assert (stats.free_adapter_pages, stats.total_adapter_pages) == (1, 1)
+    assert (stats.free_adapter_pages, loop.adapters.cache.total_pages) == (1, 1)
     assert stats.adapter_loads > 2 * len(KINDS)
 
 
@@ -574,7 +574,7 @@ def test_random_cancels_release_every_adapter_and_page(models, count):
     loop.check_integrity()
     stats = loop.stats()
     assert (stats.free_blocks, stats.finished) == (stats.total_blocks, count)
-    assert stats.free_adapter_pages == stats.total_adapter_pages
+    assert stats.free_adapter_pages == loop.adapters.cache.total_pages
     assert stats.adapter_bytes == sum(loop.adapters._bytes.values()) <= cache.host_bytes
     assert stats.adapter_loads > len(KINDS), "the host cache was never too small"
     cache.host_bytes = 0  # no request holds any of them

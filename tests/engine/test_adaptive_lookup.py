@@ -76,7 +76,7 @@ def test_after_rejected_draft_tokens_the_stream_waits_longer_each_time():
     assert known + 5 <= len(text)  # the first wait again
 
 
-def test_dear_draft_tokens_are_not_proposed_before_there_is_output():
+def test_draft_tokens_that_cost_much_are_not_proposed_before_there_is_output():
     assert lookup(scale=1.5).propose(TEXT, len(TEXT), most=9) == []
     assert len(lookup(scale=1.5).propose([0] * 50 + TEXT, 10, most=9)) == 4
 

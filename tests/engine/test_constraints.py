@@ -176,7 +176,7 @@ def test_a_slow_grammar_delays_neither_words_nor_short_grammars(monkeypatch):
 
 def test_a_request_whose_grammar_takes_too_long_fails_and_names_the_field(monkeypatch):
     monkeypatch.setattr(constraints, "Guides", SlowGuides)
-    monkeypatch.setattr(constraints, "MOST_COMPILE_SECONDS", 0.0)
+    monkeypatch.setattr(constraints, "MAX_COMPILE_SECONDS", 0.0)
     monkeypatch.setattr(SlowGuides, "gate", threading.Event())
     building = Constraints(lambda: Vocabulary([b"a"], frozenset()))
     guide = Guide("regex", "a" * (LONG_GUIDE + 1))

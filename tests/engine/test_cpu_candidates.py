@@ -8,7 +8,7 @@ from slipstream.engine import sampler
 from slipstream.engine.cpu import candidates
 from slipstream.engine.cpu.candidates import CandidateFinder
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.kernels.cpu.compiler.levels import possible_levels
+from slipstream.kernels.cpu.compiler.instruction_levels import possible_levels
 from slipstream.kernels.cpu.machine import read_cpu
 from slipstream.kernels.sampling import noise_key
 

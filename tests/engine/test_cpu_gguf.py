@@ -63,6 +63,22 @@ def build_both(place, name, tied):
     return kept, read_engine_folder(build_engine(file, place / "plain", dtype="float32"))
 
 
+def build_experts(place, name, family):
+    """Return the folder of an engine of a mixture of experts that keeps random blocks."""
+    own = {"moe_intermediate_size": 256, "head_dim": 64} if family == "qwen3_moe" else {}
+    model = random_model(config_of(family, **SIZES, **own))
+    chance = np.random.default_rng(0)
+    packed = {}
+    for tensor, array in gguf_tensors(model).items():
+        if array.ndim > 1 and "ffn_gate_inp" not in tensor:
+            rows = random_blocks(name, array.size // array.shape[-1], array.shape[-1], chance)
+            packed[tensor] = (rows.reshape(*array.shape[:-1], -1), Kind[name])
+    file = place / "model.gguf"
+    write_gguf(file, model, packed=packed, metadata=plain_tokenizer(VOCABULARY))
+    kept = build_engine(file, place / "kept", dtype="auto")
+    return kept, read_engine_folder(build_engine(file, place / "plain", dtype="float32"))
+
+
 def context_logits(loop):
     params = SamplingParams(max_tokens=1, context_logits=True)
     loop.submit(GenerateRequest(0, SEQUENCE, params))
@@ -94,6 +110,28 @@ def test_blocks_stay_packed_and_logits_are_those_of_the_file(tmp_path, name, tie
     exact = distance(exact_activations=True)
     assert exact < 0.01
     assert exact < distance() < 0.03
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "Q4_K", "Q6_K"])
+def test_blocks_of_experts_stay_packed(tmp_path, name, family):
+    kept, plain = build_experts(tmp_path, name, family)
+    [expected] = logits_of(plain.spec, plain.tensors(), torch.float32, [SEQUENCE])
+    expected = expected.numpy()
+
+    def distance(dtype, **settings):
+        loop = engine(kept, dtype=dtype, threads=2, **settings)
+        assert isinstance(loop.runner, CpuRunner)
+        mixture = loop.runner.model.layers[1].mixture
+        kinds = {part.format.name for part in (*mixture.up.experts, *mixture.down.experts)}
+        assert kinds == {"F32" if dtype == "float32" else FORMATS[name][1]}
+        return np.abs(context_logits(loop) - expected)
+
+    assert distance("float32").max() < 1e-4
+    # a routing weight that is nearly that of another expert may choose the other one
+    exact = np.median(distance("bfloat16", exact_activations=True)) / expected.std()
+    assert exact < 0.01
+    assert exact < np.median(distance("bfloat16")) / expected.std() < 0.03
 
 
 def test_untied_embeddings_are_in_the_packed_file(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from slipstream.engine.memory import division
 from slipstream.engine.memory.host import HostMemory
 from slipstream.engine.memory.placement import Placement, cpu_threads, place_rank
-from slipstream.engine.settings import MOST_REPLICAS, EngineSettings
+from slipstream.engine.settings import MAX_REPLICAS, EngineSettings
 
 GIB = 2**30
 
@@ -68,7 +68,7 @@ def test_the_ranks_of_each_replica_have_gpus_of_their_own():
     assert cpu_threads(two, 8, 2) == 2
 
 
-@given(st.integers(1, 128), st.integers(1, MOST_REPLICAS))
+@given(st.integers(1, 128), st.integers(1, MAX_REPLICAS))
 def test_replicas_divide_the_cores(cores, replicas):
     every = EngineSettings(replicas=replicas)
     threads = [cpu_threads(replace(every, replica=index), cores) for index in range(replicas)]

@@ -171,7 +171,7 @@ def test_compiled_code_computes_the_parts_of_models_that_it_knows(two_ranks):
 
 
 def test_an_engine_of_several_ranks_scores_prompts_in_pieces(two_ranks):
-    assert two_ranks["llama: greedy"]["most_scored"] == 256
+    assert two_ranks["llama: greedy"]["most_scored"] == 64
 
 
 def test_two_ranks_with_int4_weights_generate_the_tokens_of_one(two_ranks, engines):

@@ -74,6 +74,18 @@ def test_logits_and_prompt_log_probs_equal_one_pass_over_the_whole_sequence(fold
         check_likeliest(scores, expected[: len(prompt) - 1].log_softmax(-1), log_probs)
 
 
+def test_a_step_has_scores_of_a_part_of_a_long_prompt_only(folder):
+    """A step with all logits of a long prompt would delay all other requests."""
+    loop = engine(folder)
+    counts = []
+    launch = loop.runner.launch
+    loop.runner.launch = lambda plan: (counts.append(max(plan.counts)), launch(plan))[1]
+    (prompt,) = some_prompts(1, 200)
+    outputs = run(loop, [GenerateRequest(0, prompt, SamplingParams(max_tokens=2, **ALL))])
+    assert counts[:4] == [64, 64, 64, 8]
+    assert len(outputs.scores[0].prompt_log_probs) == 199
+
+
 def check_likeliest(scores: Scores, all_log_probs: torch.Tensor, chosen: torch.Tensor) -> None:
     """Check the likeliest tokens and the ranks of a prompt, [positions, vocab] and [positions]."""
     values, ids = all_log_probs.topk(3)

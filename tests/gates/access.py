@@ -71,13 +71,12 @@ class _Service:
     calls: Mapping[str, bool]  # of gRPC, by path: whether it is a stream
 
 
-async def run(folder: Path, long: bool) -> list[Row]:
+async def run(folder: Path, long: bool, rows: list[Row]) -> None:
     """`long`: also the time that the comparison of keys takes."""
-    rows = await asyncio.to_thread(_run_matrix)
+    rows += await asyncio.to_thread(_run_matrix)
     rows.append(await asyncio.to_thread(foreign_page, folder))
     if long:
         rows.append(await asyncio.to_thread(compare_times))
-    return rows
 
 
 def _run_matrix() -> list[Row]:

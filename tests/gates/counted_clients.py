@@ -35,7 +35,7 @@ class CountedClients:
 
     async def send(self, kind: str, first: int) -> None:
         self.counted[kind] += 1
-        self.counted["calls"] += kind != "batch"
+        self.counted["calls"] += kind not in ("batch", "gRPC unary")
         await getattr(self, f"_{KINDS.get(kind, kind)}")(first)
 
     def _add(self, texts: list[str], wanted: list[str], requests: int, outcome: str) -> None:
@@ -110,6 +110,16 @@ class CountedClients:
         self.counted["wrong answers"] += shapes.get("INPUT_ID") != [rows, 1]
         self.counted["rows"] += rows
 
+    async def _grpc_unary(self, first: int) -> None:
+        """A unary call for the tokenizer's model, without the engine."""
+        inputs = [
+            grpc_input("QUERY", np.array([[str(first).encode()]], np.object_)),
+            grpc_input("REQUEST_OUTPUT_LEN", np.array([[3]], np.int32)),
+        ]
+        found = await self._grpc.infer("preprocessing", inputs)
+        self.counted["wrong answers"] += found.as_numpy("INPUT_ID").tolist() != [[first]]
+        self.counted["rows"] += 1
+
     async def _grpc_stream(self, first: int) -> None:
         self._add([await self._stream(MODEL, first)], [expected(first, _TOKENS)], 1, "answered")
 
@@ -156,6 +166,7 @@ KINDS = {
     "two prompts": "prompts",
     "chat": "chat",
     "batch": "batch",
+    "gRPC unary": "grpc_unary",
     "gRPC stream": "grpc_stream",
     "gRPC ensemble": "grpc_ensemble",
 }

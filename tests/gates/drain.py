@@ -18,14 +18,13 @@ from gates.traffic import Outcome, expected, new_client, status, stream, until, 
 _STEP_MS = 20
 
 
-async def run(folder: Path, long: bool) -> list[Row]:
+async def run(folder: Path, long: bool, rows: list[Row]) -> None:
     count, tokens = (64, 200) if long else (16, 60)
     repository = make_repository(folder)
-    rows = await _first_signal(repository, folder, count, tokens)
+    rows += await _first_signal(repository, folder, count, tokens)
     for number in (signal.SIGINT, signal.SIGTERM):
         rows.append(await _second_signal(repository, folder, number))
     rows.append(await asyncio.to_thread(_rolling_restart, folder / "site", 3 if long else 1))
-    return rows
 
 
 def _rolling_restart(folder: Path, rounds: int) -> Row:

@@ -22,14 +22,15 @@ _GUIDED_RUNS = 20_000
 _GUIDED_SECONDS = 20
 
 
-async def run(folder: Path, long: bool) -> list[Row]:
-    return await asyncio.to_thread(_run, folder, long)
+async def run(folder: Path, long: bool, rows: list[Row]) -> None:
+    await asyncio.to_thread(_run, folder, long, rows)
 
 
-def _run(folder: Path, long: bool) -> list[Row]:
+def _run(folder: Path, long: bool, rows: list[Row]) -> None:
     share = 1.0 if long else _QUICK_SHARE
     known = targets(folder)
-    rows = [_attack(target, round(target.inputs * share), seed=int(long)) for target in known]
+    for target in known:
+        rows.append(_attack(target, round(target.inputs * share), seed=int(long)))
     if not long:
         requests, connections = 400, 200
     else:
@@ -41,7 +42,6 @@ def _run(folder: Path, long: bool) -> list[Row]:
         rows.append(guided)
         total += tried
     rows.append(Row("inputs in all", f"{total:,}", total >= 1_000_000 or not long))
-    return rows
 
 
 def _attack(target: Target, count: int, seed: int) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from gates import (
 )
 from gates.table import Row
 
-# (folder for files, whether to run the long form) → rows
-Gate = Callable[[Path, bool], Awaitable[list[Row]]]
+# (folder for files, whether to run the long form, rows to append to)
+Gate = Callable[[Path, bool, list[Row]], Awaitable[None]]
 
 GATES: dict[str, Gate] = {
     "drain": drain.run,
@@ -38,3 +39,15 @@ GATES: dict[str, Gate] = {
     "starvation": starvation.run,
     "supply_chain": supply_chain.run,
 }
+
+
+async def run_gate(gate: Gate, folder: Path, long: bool) -> list[Row]:
+    """Return the rows of a gate. An exception in it is a row that does not hold."""
+    rows: list[Row] = []
+    try:
+        await gate(folder, long, rows)
+    except Exception as error:
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}".replace("\n", " ")[:500]
+        rows.append(Row("the gate itself", text, False))
+    return rows

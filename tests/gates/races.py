@@ -9,6 +9,8 @@ import signal
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -88,8 +90,14 @@ class Site:
         self.server = self._start()
 
     def _start(self) -> TinyServer:
-        server = TinyServer(self._repository, self._temporary, *_OPTIONS, program=TRITONSERVER)
-        return server.wait_started()
+        self.server = TinyServer(self._repository, self._temporary, *_OPTIONS, program=TRITONSERVER)
+        return self.server.wait_started()
+
+    def describe(self) -> str:
+        """Return whether the server runs, and its last lines."""
+        code = self.server.process.poll()
+        state = "runs" if code is None else f"exit code {code}"
+        return f"the server: {state}; {' / '.join(self.server.lines[-3:])}"
 
     def restart(self) -> int:
         """Stop the server as an operator does. Return its exit code."""
@@ -228,6 +236,50 @@ class Machine(RuleBasedStateMachine):
         if self.loaded[_ENGINE]:
             self.site.wait_status(f"/v2/models/{_ENGINE}/ready", 200)
 
+    @rule(
+        first=st.sampled_from(("load", "unload", "generate", "kill")),
+        second=st.sampled_from(("load", "unload", "generate")),
+        name=st.sampled_from((MODEL, _ENGINE)),
+    )
+    def two_at_once(self, first: str, second: str, name: str) -> None:
+        """Two operations at the same time. Which comes first is open; then both models are loaded."""
+        self.site.done["two at once"] += 1
+        self.disturbed = True
+        with ThreadPoolExecutor(2) as threads:
+            both = [threads.submit(self._operate, kind, name) for kind in (first, second)]
+            statuses = [one.result(_SECONDS) for one in both]
+        assert all(status in (200, *_REFUSED) for status in statuses), statuses
+        for model in (_ENGINE, MODEL):
+            self._load_after_failure(model)
+
+    def _operate(self, kind: str, name: str) -> int:
+        """Return the status of one operation; 200 for a kill."""
+        if kind == "generate":
+            body = {"text_input": "5", "max_tokens": 3}
+            answer = self.site.post(f"/v2/models/{MODEL}/generate", body)
+            assert answer.status_code != 200 or answer.json()["text_output"] == "6 7 8"
+            return answer.status_code
+        if kind != "kill":
+            return self.site.post(f"/v2/repository/models/{name}/{kind}", {}).status_code
+        process = self.site.server.engine_process()
+        if process and self.site.kills < _MOST_KILLS:
+            self.site.kills += 1
+            with suppress(ProcessLookupError):  # an unload has ended it
+                os.kill(process, signal.SIGKILL)
+        return 200
+
+    def _load_after_failure(self, name: str) -> None:
+        """Load a model. Its engine may have been killed while it was loaded."""
+        deadline = time.monotonic() + _SECONDS
+        while True:
+            answer = self.site.post(f"/v2/repository/models/{name}/load", {})
+            if answer.status_code == 200:
+                break
+            assert time.monotonic() < deadline, answer.text
+            time.sleep(0.1)
+        self.loaded[name] = True
+        self.site.wait_status(f"/v2/models/{name}/ready", 200)
+
     @rule(chance=st.integers(0, 3))
     def drain_and_restart(self, chance: int) -> None:
         if chance:  # the others are quicker
@@ -259,13 +311,12 @@ class Machine(RuleBasedStateMachine):
         self.site.wait_idle()
 
 
-async def run(folder: Path, long: bool) -> list[Row]:
-    return await asyncio.to_thread(_run, folder, long)
+async def run(folder: Path, long: bool, rows: list[Row]) -> None:
+    await asyncio.to_thread(_run, folder, long, rows)
 
 
-def _run(folder: Path, long: bool) -> list[Row]:
+def _run(folder: Path, long: bool, rows: list[Row]) -> None:
     site = Site(folder)
-    rows = []
     try:
         for number in range(3 if long else 1):
             rows.append(_try_seed(site, number, 12 if long else 4, 20 if long else 12))
@@ -274,7 +325,6 @@ def _run(folder: Path, long: bool) -> list[Row]:
         site.close()
     kinds = ", ".join(f"{count} × {name}" for name, count in sorted(site.done.items()))
     rows.append(Row("what was done", f"{kinds}; {tracebacks} tracebacks", not tracebacks))
-    return rows
 
 
 def _try_seed(site: Site, number: int, examples: int, steps: int) -> Row:
@@ -297,7 +347,8 @@ def _try_seed(site: Site, number: int, examples: int, steps: int) -> Row:
         # a failure that does not come again has the first one inside
         first = next(iter(getattr(error, "exceptions", ())), error)
         steps_taken = " / ".join(getattr(error, "__notes__", []))
-        problem = f": {type(first).__name__}: {first}; {steps_taken}".replace("\n", " ")[:800]
+        problem = f": {type(first).__name__}: {first}; {site.describe()}; {steps_taken}"
+        problem = problem.replace("\n", " ").replace("|", "/")[:1200]
     return Row(
         f"seed {number}", f"{examples} sequences of up to {steps} steps{problem}", not problem
     )

@@ -80,10 +80,9 @@ class _Connection:
             self._server.refused += 1
 
 
-async def run(folder: Path, long: bool) -> list[Row]:
+async def run(folder: Path, long: bool, rows: list[Row]) -> None:
     """`long`: also through proxies that pass more than by default, and a row for each case."""
     server = _Server()
-    rows = []
     with RunningServer(server.handle) as running:
         async with _tap(running.port, server) as port:
             for name, start in PROXIES.items():
@@ -99,7 +98,6 @@ async def run(folder: Path, long: bool) -> list[Row]:
                         found = await asyncio.to_thread(_try_all, server, proxy)
                     rows.append(_compare(f"{name}{variant}", found))
             rows.append(await asyncio.to_thread(_count, port, server))
-    return rows
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""What is installed and what is built: a bill of materials, known weaknesses, the same wheel twice."""
+"""What is installed and what is built: a bill of materials, known vulnerabilities, the same wheel twice."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NAME = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>\S+)$")
 _UNREACHABLE = ("ConnectionError", "Max retries", "Temporary failure", "ServiceError", "timed out")
 
 
-async def run(folder: Path, long: bool) -> list[Row]:
-    """`long`: also asks a database for known weaknesses."""
-    rows = [_pinned(), await asyncio.to_thread(_bill, folder)]
-    rows.append(await asyncio.to_thread(_same_wheel, folder))
+async def run(folder: Path, long: bool, rows: list[Row]) -> None:
+    """`long`: also builds wheels, and asks a database for known vulnerabilities."""
+    rows.append(_pinned())
+    rows.append(await asyncio.to_thread(_bill, folder))
     if long:
+        rows.append(await asyncio.to_thread(_same_wheel, folder))
         rows.append(await asyncio.to_thread(_audit))
-    return rows
 
 
 def _normal(name: str) -> str:
@@ -83,9 +83,9 @@ def _pinned() -> Row:
     ]
     text = f"{len(pinned)} versions pinned, {len(missing)} dependencies are not"
     text += f", {len(other)} installed in another version"
-    if missing:
-        text += f": {', '.join(missing)}"
-    return Row("pinned test environment (.ci/tested.txt)", text, not missing)
+    if missing or other:
+        text += f": {', '.join(missing + other)}"
+    return Row("pinned test environment (.ci/tested.txt)", text, not missing and not other)
 
 
 def _bill(folder: Path) -> Row:
@@ -151,7 +151,7 @@ def _copy_tracked(place: Path) -> None:
 
 
 def _audit() -> Row:
-    case = "known weaknesses (pip-audit)"
+    case = "known vulnerabilities (pip-audit)"
     if importlib.util.find_spec("pip_audit") is None:
         return Row(case, "not installed: pip install pip-audit", None)
     options = ("--format", "json", "--progress-spinner", "off", "--skip-editable")
@@ -171,7 +171,7 @@ def _audit() -> Row:
         for part in asked
         if part.get("vulns")
     }
-    text = f"{len(asked)} packages, {len(weak)} with known weaknesses"
+    text = f"{len(asked)} packages, {len(weak)} with known vulnerabilities"
     if len(parts) > len(asked):
         text += f", {len(parts) - len(asked)} not known to the database"
     if weak:

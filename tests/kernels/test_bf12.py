@@ -65,7 +65,7 @@ def test_every_bfloat16_number_below_a_largest(largest, monkeypatch):
     """All of bfloat16's numbers up to an exponent: exact from 2^-14 of the largest on, the others
     to the nearest.
     """
-    monkeypatch.setattr(bf12, "_MOST_LOSING", 1.0)
+    monkeypatch.setattr(bf12, "_MAX_LOSING", 1.0)
     bits = torch.arange(65536)
     bits = bits[(bits >> 7 & 0xFF) <= largest][None].short()  # those from 2^15 on wrap around
     exact = bits.view(torch.bfloat16).double()
@@ -203,7 +203,7 @@ def test_unit_activations_give_columns_of_the_weight():
 
 def test_subnormal_weights_are_not_flushed_to_zero(monkeypatch):
     """Although hardware may treat subnormal numbers as zero."""
-    monkeypatch.setattr(bf12, "_MOST_LOSING", 1.0)
+    monkeypatch.setattr(bf12, "_MAX_LOSING", 1.0)
     weight = (torch.arange(64 * 256).view(64, 256) % 128 * 2.0**-21).bfloat16()
     weight[:, 3], weight[:, 70] = 1.0, -1.5
     packed = bf12.pack(weight)

@@ -102,11 +102,11 @@ def test_a_temporary_folder_that_others_can_write_is_not_used(tmp_path, monkeypa
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(pools.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(pools.tempfile, "tempdir", str(tmp_path))
-    foreign = tmp_path / f"slipstream-kernels-{os.getuid()}"
-    foreign.mkdir()
-    foreign.chmod(0o777)
+    other = tmp_path / f"slipstream-kernels-{os.getuid()}"
+    other.mkdir()
+    other.chmod(0o777)
     folder = pools.prepare_cache_folder()
-    assert folder != foreign
+    assert folder != other
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 

@@ -12,7 +12,7 @@ from sampling_sets import SETS
 
 from slipstream.engine.gpu import sampler
 from slipstream.engine.gpu.device_arrays import DeviceArrays
-from slipstream.engine.gpu.sampling_rows import SamplingRows, is_external
+from slipstream.engine.gpu.sampling_rows import SamplingRows, needs_torch_sampler
 from slipstream.engine.plan import RowStart
 from slipstream.engine.rows import Rows
 from slipstream.engine.sampling_params import SamplingParams
@@ -154,7 +154,7 @@ def test_the_best_logit_shows_rows_without_a_token():
     ],
 )
 def test_other_parameters_are_left_to_the_torch_sampler(fields):
-    assert is_external(SamplingParams(**fields), VOCAB)
+    assert needs_torch_sampler(SamplingParams(**fields), VOCAB)
 
 
 def test_of_equal_logits_the_first_tokens_are_among_the_top_k():
@@ -172,6 +172,6 @@ def test_of_equal_logits_the_first_tokens_are_among_the_top_k():
 
 def test_log_probabilities_with_a_large_bias_are_left_to_the_torch_sampler():
     bias = ((3, 5000.0),)
-    assert is_external(SamplingParams(log_probs=True, logit_bias=bias), VOCAB)
-    assert not is_external(SamplingParams(logit_bias=bias), VOCAB)
-    assert not is_external(SamplingParams(log_probs=True, logit_bias=((3, 100.0),)), VOCAB)
+    assert needs_torch_sampler(SamplingParams(log_probs=True, logit_bias=bias), VOCAB)
+    assert not needs_torch_sampler(SamplingParams(logit_bias=bias), VOCAB)
+    assert not needs_torch_sampler(SamplingParams(log_probs=True, logit_bias=((3, 100.0),)), VOCAB)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_steps import DEVICE, GPU, slots_of, tables_of
+from dequantised import dequantise
 
 from slipstream.kernels.attention import plan_attention
 from slipstream.kernels.attention_rule import AttentionRule, cache_shape
@@ -13,7 +14,7 @@ from slipstream.kernels.gpu.invariant_attention import attend_cached
 from slipstream.kernels.gpu.invariant_gemm import invariant_gemm
 from slipstream.kernels.gpu.prefill_tiles import PrefillPlan, cut_tiles, single_tokens
 from slipstream.kernels.inputs import quantise
-from slipstream.weights.quantise import dequantise, quantise_fp8, quantise_rows
+from slipstream.weights.quantise import quantise_fp8, quantise_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -69,7 +69,7 @@ def test_step_is_the_same_with_kv_unpacked_in_advance(monkeypatch, rule):
     heads = torch.randn(int(counts.sum()), 8, 64).bfloat16().to(DTYPE).to(DEVICE)
     found = []
     for worth in (10**9, 1):
-        monkeypatch.setattr(unpacked_kv, "_LEAST_NEW_TOKENS", worth)
+        monkeypatch.setattr(unpacked_kv, "_MIN_NEW_TOKENS", worth)
         step = runner._step(rows, positions, counts, np.array([0]), None)
         assert (step.attention.unpacked is not None) is (worth == 1)
         found.append(step.attention.attend(heads, *cache, rule).float())

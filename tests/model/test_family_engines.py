@@ -8,17 +8,30 @@ from family_variants import VARIANTS
 from run_engine import engine, generate, greedy_choices, run_all
 from tiny_models import VOCABULARY
 
+from slipstream.engine.cpu.runner import CpuRunner
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.engine.with_torch.runner import Runner
 from slipstream.weights.build import build_engine
 
 LENGTH = 320
+# latent vectors: torch computes them
+ON_TORCH = ("deepseek2", "deepseek3")
 SHARED = torch.randint(0, VOCABULARY, (64,), generator=torch.Generator().manual_seed(9)).tolist()
 
 
 @pytest.fixture(
     scope="module",
-    params=["deepseek2", "deepseek3", "gptoss", "gpt2-scaled-by-layer", "opt-plain-norms"],
+    params=[
+        "bloom",
+        "deepseek2",
+        "deepseek3",
+        "gptoss",
+        "gpt2-scaled-by-layer",
+        "olmo3",
+        "opt-plain-norms",
+        "smollm3",
+    ],
     ids=str,
 )
 def pair(request, tmp_path_factory):
@@ -26,7 +39,9 @@ def pair(request, tmp_path_factory):
     model = variant.model()
     folder = tmp_path_factory.mktemp(request.param)
     variant.write(model, folder / "hf")
-    return model, build_engine(folder / "hf", folder / "engine", dtype="float32")
+    built = build_engine(folder / "hf", folder / "engine", dtype="float32")
+    assert isinstance(engine(built).runner, Runner if request.param in ON_TORCH else CpuRunner)
+    return model, built
 
 
 def prompts() -> list[list[int]]:

@@ -10,16 +10,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dequantised import dequantise
 from run_engine import all_logits, engine, generate, greedy_choices, logits_of, run_all
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, config_of, positions_of, random_model
 
+from slipstream.engine.cpu.runner import CpuRunner
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import BuildLimits
 from slipstream.weights.engine_folder import read_engine_folder
-from slipstream.weights.quantise import dequantise
 from slipstream.weights.sources.open_source import open_source
 
 LENGTH = 320
@@ -147,7 +148,9 @@ def pair(request, tmp_path_factory):
     model = random_model(config).eval()
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder / "hf")
-    return model, build_engine(folder / "hf", folder / "engine", dtype="float32")
+    built = build_engine(folder / "hf", folder / "engine", dtype="float32")
+    assert isinstance(engine(built).runner, CpuRunner)
+    return model, built
 
 
 def prompts() -> list[list[int]]:

@@ -5,8 +5,10 @@ import random
 
 import pytest
 import torch
+from compiled_engines import context_logits
 from run_engine import all_logits, engine, generate, greedy_choices
 
+from slipstream.engine.cpu.runner import CpuRunner
 from slipstream.server.text.stream import TextStream
 from slipstream.server.text.tokenizer import Tokenizer
 from slipstream.weights.build import build_engine
@@ -90,6 +92,26 @@ def test_bfloat16_agrees_on_99_percent_of_tokens(gguf, sequences, chosen, tmp_pa
         )
         total += len(answer)
     assert same / total >= 0.99, f"{same} of {total}"
+
+
+@pytest.mark.slow
+def test_compiled_bfloat16_agrees_with_float32(gguf, folder, tmp_path):
+    """On 1,920 tokens of Python's reference: the likeliest token of each position."""
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer
+
+    text = "".join(topics[name] for name in sorted(topics))
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    windows = [tokens[begin : begin + 480] for begin in range(0, 4 * 4800, 4800)]
+    halved = build_engine(gguf, tmp_path / "engine", dtype="bfloat16")
+    loop = engine(halved, dtype="bfloat16")
+    assert isinstance(loop.runner, CpuRunner)
+    same = 0
+    for window, exact in zip(windows, all_logits(folder, torch.float32, windows), strict=True):
+        found = context_logits(loop, window, exact.shape[1])
+        same += int((found.argmax(-1) == exact.argmax(-1).numpy()).sum())
+    assert same / (4 * 480) >= 0.992, f"{same} of {4 * 480}"
 
 
 @pytest.mark.slow

@@ -223,7 +223,7 @@ def test_errors_name_the_function_or_the_format_that_is_wrong(serving, param, fi
 
 
 def test_long_conversations_have_the_fields_and_errors_of_short_ones(monkeypatch):
-    monkeypatch.setattr(openai_fields, "_MOST_CONVERTED", 2)
+    monkeypatch.setattr(openai_fields, "_MAX_CONVERTED", 2)
     messages: list[Any] = [{"role": "user", "content": str(number)} for number in range(5)]
     given = {"model": "m", "messages": messages, "max_tokens": 3}
     expected = openai_fields.ChatFields(model="m", messages=messages, max_tokens=3)

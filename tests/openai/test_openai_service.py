@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from http_support import Connection, RunningServer, get, post, request_bytes, wait_until
-from openai_server import MOST_WAITING, SETTINGS, sdk
+from openai_server import MAX_WAITING, SETTINGS, sdk
 
 from slipstream.server.engine_link.engine import TextOutput
 from slipstream.server.engine_link.in_process import InProcessEngine
@@ -169,14 +169,14 @@ async def test_a_disconnect_between_two_pieces_cancels_the_request():
 
 def test_a_full_queue_is_429_and_a_draining_server_is_503(serving, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(InProcessEngine, "outstanding", SETTINGS.max_rows + MOST_WAITING)
+        patch.setattr(InProcessEngine, "outstanding", SETTINGS.max_rows + MAX_WAITING)
         with pytest.raises(openai.RateLimitError) as raised:
             serving.client.completions.create(**CALL)
         assert raised.value.code == "rate_limit_exceeded"
         assert raised.value.response.headers["retry-after"] == "1"
         assert "Exceeds maximum queue size" in raised.value.message
         # one more request fits
-        patch.setattr(InProcessEngine, "outstanding", SETTINGS.max_rows + MOST_WAITING - 1)
+        patch.setattr(InProcessEngine, "outstanding", SETTINGS.max_rows + MAX_WAITING - 1)
         assert serving.client.completions.create(**CALL).usage.completion_tokens == 4
         with pytest.raises(openai.RateLimitError):
             serving.client.completions.create(**CALL, n=2)

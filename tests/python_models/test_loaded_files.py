@@ -22,7 +22,7 @@ from slipstream.server.engine_link.client import Supervision
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
-from slipstream.server.kserve.repository_control import MOST_FILES
+from slipstream.server.kserve.repository_control import MAX_FILES
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.models.factories import ModelFactory
 from slipstream.server.python_models.factory import PythonModels
@@ -173,8 +173,8 @@ def test_files_stay_in_the_folder_of_the_model(server: Server, path: str) -> Non
 def test_files_need_a_configuration_and_are_limited(server: Server) -> None:
     reason = "failed to load 'sent', failed to poll from model repository"
     assert server.load("sent", {"1/model.py": code("x")}, None) == (500, reason)
-    many = {f"1/{number}": "" for number in range(MOST_FILES + 1)}
-    assert f"at most {MOST_FILES} files" in server.load("sent", many)[1]
+    many = {f"1/{number}": "" for number in range(MAX_FILES + 1)}
+    assert f"at most {MAX_FILES} files" in server.load("sent", many)[1]
     assert server.load("a%2Fb", {"1/model.py": code("x")})[0] == 400
     assert server.folders() == []
 

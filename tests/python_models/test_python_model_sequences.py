@@ -22,10 +22,10 @@ from python_model_harness import (
 from slipstream.server.kserve.errors import InferenceError
 from slipstream.server.kserve.inference import InferRequest
 from slipstream.server.models.response_cache import ResponseCache
+from slipstream.server.models.warmup import warm_up
 from slipstream.server.python_models import sequence_queue
 from slipstream.server.python_models.request_queue import Pending
 from slipstream.server.python_models.sequence_queue import SequenceQueue
-from slipstream.server.warmup import warm_up
 
 CONTROLS = """control_input [
     { name: "START" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0.5, 1.5 ] } ] },

@@ -16,7 +16,7 @@ from slipstream.repository.releases.tables import REPOSITORIES, list_models
 RELEASE = "v0.10"
 CASES = [("inflight_batcher_llm", model) for model in REPOSITORIES["inflight_batcher_llm"]]
 CASES += [("gpt", model) for model in REPOSITORIES["gpt"]]
-MOST_PER_FILE = 40  # largest number of mutants per file, spread evenly over the file
+MAX_PER_FILE = 40  # largest number of mutants per file, spread evenly over the file
 
 
 def write_repository(folder: Path, kind: str) -> Path:
@@ -37,7 +37,7 @@ def write_repository(folder: Path, kind: str) -> Path:
 
 def select_mutants(text: str) -> list[Mutant]:
     found = list(mutants(text))
-    step = max(1, len(found) // MOST_PER_FILE)
+    step = max(1, len(found) // MAX_PER_FILE)
     # the three kinds of damage alternate, so a step that is no multiple of 3 selects all of them
     return found[:: step if step % 3 else step + 1]
 

@@ -3,7 +3,7 @@
 import pytest
 from tiny_server import make_repository
 
-from slipstream.engine.settings import MOST_REPLICAS
+from slipstream.engine.settings import MAX_REPLICAS
 from slipstream.repository.describe import config_document, with_instances
 from slipstream.repository.models import inspect_repository
 
@@ -90,7 +90,7 @@ def test_wrong_gpu_device_ids_are_refused_with_file_line_and_key(tmp_path, count
     [
         (
             "instance_group [ { count: 65 kind: KIND_CPU } ]",
-            f"65 instances: an engine model may have 1 to {MOST_REPLICAS}",
+            f"65 instances: an engine model may have 1 to {MAX_REPLICAS}",
         ),
         (
             "instance_group [ { gpus: [ -1 ] } ]",

@@ -163,6 +163,8 @@ def test_four_ranks_of_a_checkpoint(tutorial: Tutorial, llama: Path) -> None:
     assert len(list(ranks.glob("rank*.safetensors"))) == 4
     tutorial.serve(long_port_flags(tutorial, "_"), workspace)
     assert "--world_size 4: one server is started" in tutorial.log()
+    line = "tensorrt_llm was started for 4 ranks, which need as many GPUs: it runs with 1 rank"
+    assert line in tutorial.log()
     answer = answer_of(tutorial.ask(workspace))
     assert answer["text_output"] == greedy_text(
         llama, "What is machine learning?", 20, special=True

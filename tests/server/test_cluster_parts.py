@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from slipstream.engine.memory.placement import place_rank
 from slipstream.engine.settings import EngineSettings
 from slipstream.model.spec import ModelSpec
 from slipstream.server.engine_link.cluster.address import (
@@ -26,7 +29,12 @@ from slipstream.server.engine_link.cluster.key import (
 )
 from slipstream.server.engine_link.launched import Launched, find_launch
 from slipstream.server.engine_link.link import LocalPlace
-from slipstream.server.engine_link.rank_choice import choose_ranks, spans_machines
+from slipstream.server.engine_link.rank_choice import (
+    choose_ranks,
+    explain_sites,
+    find_sites,
+    spans_machines,
+)
 from slipstream.weights.parameters import Quantisation
 
 TEXT = "0123456789abcdef"
@@ -216,12 +224,93 @@ CONFIG = SimpleNamespace(
         ({}, 1, Launched("srun", 0, 8, 4), 8),  # each sees its own
         ({}, 0, Launched("srun", 0, 3, 1), 2),  # 3 do not divide the model
         ({}, 4, Launched("LeaderWorkerSet", 0, 3, 1), 2),  # 8 do not divide among 3 machines
-        ({"replicas": 2}, 4, Launched("LeaderWorkerSet", 0, 2, 1), 4),
+        ({"replicas": 2}, 4, Launched("LeaderWorkerSet", 0, 2, 1), 4),  # a machine each
+        ({"replicas": 4}, 4, Launched("LeaderWorkerSet", 0, 2, 1), 2),  # half of one
+        ({"replicas": 3}, 4, Launched("LeaderWorkerSet", 0, 2, 1), 2),  # two on one of them
+        ({"replicas": 2}, 4, Launched("LeaderWorkerSet", 0, 4, 1), 4),  # never on two
+        ({"replicas": 2}, 8, Launched("srun", 0, 16, 8), 8),
+        ({"replicas": 16}, 8, Launched("srun", 0, 16, 8), 1),
+        ({"replicas": 16}, 1, Launched("srun", 0, 16, 8), 1),  # --gpus-per-task=1
+        ({"replicas": 2}, 1, Launched("srun", 0, 16, 8), 1),
+        ({"replicas": 2}, 0, Launched("srun", 0, 2, 1), 1),
+        ({"replicas": 2}, 0, Launched("srun", 0, 8, 4), 4),
         ({"ranks": 4}, 0, Launched("srun", 0, 2, 1), 4),
     ],
 )
 def test_a_launcher_on_several_machines_asks_for_all_it_started(settings, gpus, launched, ranks):
     assert choose_ranks(EngineSettings(**settings), CONFIG, gpus, launched).ranks == ranks
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "gpus", "launched", "sites"),
+    [
+        # a machine each; one process sees all GPUs and starts all ranks
+        (2, 8, 8, Launched("srun", 0, 16, 8), [(0, 1, 0), (8, 1, 0)]),
+        (2, 1, 0, Launched("mpirun", 0, 2, 1), [(0, 1, 0), (1, 1, 0)]),
+        # two machines in turn: those of one machine divide it
+        (
+            4,
+            2,
+            4,
+            Launched("LeaderWorkerSet", 0, 2, 1),
+            [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)],
+        ),
+        (3, 2, 4, Launched("LeaderWorkerSet", 0, 2, 1), [(0, 2, 0), (1, 1, 0), (0, 2, 1)]),
+        # each process sees a GPU of its own
+        (4, 1, 1, Launched("srun", 0, 4, 2), [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0)]),
+        # one machine
+        (2, 1, 8, Launched("srun", 0, 8, 8), [(0, 2, 0), (0, 2, 1)]),
+        (1, 16, 8, Launched("srun", 0, 16, 8), [(0, 1, 0)]),
+    ],
+)
+def test_replicas_take_the_machines_in_turn(replicas, ranks, gpus, launched, sites):
+    settings = EngineSettings(replicas=replicas, ranks=ranks)
+    assert find_sites(settings, launched, gpus) == sites
+
+
+def test_eight_ranks_of_two_replicas_have_sixteen_gpus_on_two_machines():
+    launched = Launched("srun", 0, 16, 8)
+    settings = choose_ranks(EngineSettings(replicas=2), CONFIG, 8, launched)
+    places = set()
+    for site in find_sites(settings, launched, 8):
+        own = replace(settings, replicas=site.replicas, replica=site.replica)
+        for rank in range(8):
+            placement = place_rank(own, rank, 8, 8)
+            assert placement.sharing == 1
+            places.add((site.process // launched.local_size, placement.device))
+    assert places == {(machine, gpu) for machine in range(2) for gpu in range(8)}
+
+
+def test_replicas_that_do_not_fit_on_machines_are_refused():
+    launched = Launched("srun", 0, 16, 8)
+    with pytest.raises(
+        ValueError, match="16 ranks of a replica do not fit on one machine, where 8 "
+    ):
+        find_sites(EngineSettings(replicas=2, ranks=16), launched, 8)
+    with pytest.raises(
+        ValueError, match="where 1 processes from mpirun can be used: use at most 1"
+    ):
+        find_sites(EngineSettings(replicas=2, ranks=2), Launched("mpirun", 0, 2, 1), 0)
+    with pytest.raises(
+        ValueError, match="names GPUs of one machine, and the 2 replicas are on sev"
+    ):
+        find_sites(EngineSettings(replicas=2, devices=(0, 1)), launched, 8)
+    with pytest.raises(
+        ValueError, match="of 12 processes from srun: this one has 8 of them; start"
+    ):
+        find_sites(EngineSettings(replicas=2), Launched("srun", 0, 12, 8), 8)
+
+
+def test_the_places_of_replicas_are_said_and_those_that_stay_empty(caplog):
+    caplog.set_level(logging.INFO)
+    launched = Launched("srun", 0, 4, 1)
+    settings = EngineSettings(replicas=2, ranks=8)
+    explain_sites("tiny", find_sites(settings, launched, 8), launched, 8)
+    explain_sites("tiny", find_sites(EngineSettings(), launched, 8), launched, 8)
+    assert caplog.messages == [
+        "the replicas of tiny are started by the processes 0, 1 of 4 from srun",
+        "tiny has 2 replicas for 4 machines: 2 of these are not used; --replicas=4 uses all",
+    ]
 
 
 def test_ranks_that_fit_on_the_machine_of_rank_0_stay_there():

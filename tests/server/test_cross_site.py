@@ -1,4 +1,4 @@
-"""Web pages and foreign names: what a browser on the user's machine may make the server do."""
+"""Web pages and host names of other sites: what a browser on the user's machine may make the server do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.server.http.server_info import serve_metrics
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
-from slipstream.server.kserve.sites import Sites, read_origin
+from slipstream.server.kserve.origins import OriginPolicy, read_origin
 from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.options import Port, ServerOptions
 from slipstream.server.services import create_app, create_context
@@ -24,8 +24,8 @@ APP = "https://app.example"
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     """A server on a loopback address that lets the pages of one other origin use it."""
-    sites = Sites(local=True, hosts=("box.example",), origins=(APP,))
-    app = create_app(ModelRegistry(), ServerState([]), create_context(sites=sites))
+    origin_policy = OriginPolicy(local=True, hosts=("box.example",), origins=(APP,))
+    app = create_app(ModelRegistry(), ServerState([]), create_context(origin_policy=origin_policy))
     with RunningServer(app) as server:
         yield server.port
 
@@ -64,7 +64,9 @@ def test_names_of_this_machine_and_allowed_ones_are_answered(port: int, host: st
     ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example"],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_a_foreign_name_is_refused_on_a_loopback_address(port: int, host: str, method: str) -> None:
+def test_the_name_of_another_site_is_refused_on_a_loopback_address(
+    port: int, host: str, method: str
+) -> None:
     answer = ask(port, method, host=host, Origin=f"http://{host}", Sec_Fetch_Site="same-origin")
     assert answer.status == 403
     assert (
@@ -73,9 +75,9 @@ def test_a_foreign_name_is_refused_on_a_loopback_address(port: int, host: str, m
 
 
 def test_names_are_not_checked_where_other_machines_reach_the_server() -> None:
-    assert Sites().knows_host("any.example")
-    assert Sites(local=True, hosts=("*",)).knows_host("any.example")
-    assert not Sites(local=True).knows_host("any.example")
+    assert OriginPolicy().knows_host("any.example")
+    assert OriginPolicy(local=True, hosts=("*",)).knows_host("any.example")
+    assert not OriginPolicy(local=True).knows_host("any.example")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,9 @@ def test_a_page_of_a_named_origin_can_read_responses(port: int) -> None:
 
 
 def test_a_preflight_needs_no_key_and_the_request_does() -> None:
-    context = create_context(access=Access(api_key="key"), sites=Sites(origins=(APP,)))
+    context = create_context(
+        access=Access(api_key="key"), origin_policy=OriginPolicy(origins=(APP,))
+    )
     app = create_app(ModelRegistry(), ServerState([]), context)
     with RunningServer(app) as server:
         asked = {
@@ -141,7 +145,9 @@ def test_a_preflight_needs_no_key_and_the_request_does() -> None:
 
 
 def test_any_origin_can_be_allowed() -> None:
-    app = create_app(ModelRegistry(), ServerState([]), create_context(sites=Sites(origins=("*",))))
+    app = create_app(
+        ModelRegistry(), ServerState([]), create_context(origin_policy=OriginPolicy(origins=("*",)))
+    )
     with RunningServer(app) as server:
         answer = ask(server.port, Origin=EVIL, Sec_Fetch_Site="cross-site")
         assert (answer.status, answer.header("access-control-allow-origin")) == (200, "*")
@@ -211,9 +217,11 @@ def test_a_page_of_another_origin_cannot_make_the_engines_work_with_a_get(
     ("host", "status"), [("localhost", 200), ("127.0.0.1:8002", 200), ("evil.example", 403)]
 )
 @pytest.mark.parametrize("path", ["/metrics", "/v2/health/ready", "/"])
-def test_a_foreign_name_is_refused_on_the_metrics_port(host: str, status: int, path: str) -> None:
+def test_the_name_of_another_site_is_refused_on_the_metrics_port(
+    host: str, status: int, path: str
+) -> None:
     options = ServerOptions((), http=Port(8000, address="0.0.0.0"), metrics=Port(8002))
-    app = serve_metrics(ServerMetrics(), ServerState([]), options.metrics_sites)
+    app = serve_metrics(ServerMetrics(), ServerState([]), options.metrics_origin_policy)
     with RunningServer(app) as server:
         answer = ask(server.port, "GET", path, host=host)
     assert answer.status == status

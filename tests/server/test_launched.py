@@ -2,6 +2,7 @@
 
 import pytest
 
+from slipstream.ray.server_process import launch_variables
 from slipstream.server.engine_link.launched import Launched, LaunchError, find_launch
 
 OPEN_MPI = {
@@ -38,6 +39,12 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
             Launched("srun", 3, 16, 8, 1, "n[1-2]", "7"),
         ),
         ({"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2"}, Launched("LeaderWorkerSet", 1, 2, 1)),
+        # Ray that was started by srun
+        (
+            {**SLURM, **launch_variables(1, 2, "group")},
+            Launched("Ray", 1, 2, 1, job="group"),
+        ),
+        ({**SLURM, **launch_variables(0, 1)}, Launched("Ray", 0, 1, 1)),
         ({"SLIPSTREAM_WORLD_SIZE": "4"}, Launched("slipstream launch", 0, 4, 4)),
         ({"SLIPSTREAM_WORLD_SIZE": "many"}, Launched()),
         ({"OMPI_COMM_WORLD_RANK": "-1"}, Launched()),

@@ -29,7 +29,7 @@ COUNTED = 30_000
 CLIENTS = 16
 CACHE_TOKENS = 8192
 # a share, or bytes if that is less; pools of small objects vary
-MOST_GROWTH = 0.01, 2 << 20
+MAX_GROWTH = 0.01, 2 << 20
 KINDS = ("answer", "stream", "left", "refused", "completion", "grpc")
 
 
@@ -161,6 +161,6 @@ def test_memory_does_not_grow_after_warm_up(server):
     print(
         f"owned, KiB: {[b >> 10 for b in before]} → {[b >> 10 for b in after]} in {COUNTED} requests"
     )
-    share, few = MOST_GROWTH
+    share, few = MAX_GROWTH
     for then, now in zip(before, after, strict=True):
         assert now - then < max(then * share, few)

@@ -26,7 +26,7 @@ from real_server import RealServer, build_engine
 MODEL = "chat"
 SCORED_TOKENS = 1300
 JSON = {"content-type": "application/json"}
-LEAST_BOUND = 2.0  # seconds
+MIN_BOUND = 2.0  # seconds
 TIMES_IDLE = 10.0
 
 
@@ -88,7 +88,7 @@ def post_json(server: RealServer, path: str, body: Any) -> Any:
 def check_gaps(canary: Canary, idle: Gaps, start: float) -> None:
     """Compare the gaps since `start` with those of an idle server."""
     gaps = canary.gaps(start, time.monotonic())
-    bounds = Gaps(*(max(LEAST_BOUND, TIMES_IDLE * gap) for gap in idle))
+    bounds = Gaps(*(max(MIN_BOUND, TIMES_IDLE * gap) for gap in idle))
     assert gaps.stream <= bounds.stream, (gaps, idle)
     assert gaps.health <= bounds.health, (gaps, idle)
 

@@ -278,7 +278,7 @@ async def test_logits_over_grpc_have_upstreams_shapes(engine_folder, tmp_path, r
 
 
 def test_logits_over_the_size_limit_are_refused_by_name(server, monkeypatch):
-    monkeypatch.setattr("slipstream.server.text.pipeline.MOST_LOGITS_BYTES", 4 * VOCABULARY * 12)
+    monkeypatch.setattr("slipstream.server.text.pipeline.MAX_LOGITS_BYTES", 4 * VOCABULARY * 12)
     assert "context_logits of 10 tokens and generation_logits of 6 tokens exceed" in server.refused(
         "ensemble", return_context_logits=True, return_generation_logits=True
     )

@@ -426,7 +426,7 @@ def test_metrics_become_rates_and_quantiles(modules: Path) -> None:
     found = node(
         modules,
         """import { engineNames, parseMetrics, quantileOf, rateOf, sumOf } from "./prometheus.js";
-        import { roundUp, short } from "./plots.js";
+        import { ticksTo, short } from "./plots.js";
         const text = (running, counts) => ["# HELP x y", `slipstream_requests_running{model="a",version="1"} ${running}`,
           'slipstream_requests_running{model="b \\\\"q\\\\"",version="1"} 2', "up 1",
           ...["0.1", "0.2", "+Inf"].map((le, i) => `h_bucket{model="a",le="${le}"} ${counts[i]}`)].join("\\n");
@@ -435,14 +435,28 @@ def test_metrics_become_rates_and_quantiles(modules: Path) -> None:
           names: engineNames(after), sums: [sumOf(after, "slipstream_requests_running"), sumOf(after, "up"), sumOf(after, "none")],
           rate: rateOf(before, after, "slipstream_requests_running", "a", 2), back: rateOf(after, before, "slipstream_requests_running", "a", 2),
           quantiles: [0.2, 0.6, 0.99].map(one => quantileOf(before, after, "h", "a", one)), none: quantileOf(after, after, "h", "a", 0.5),
-          round: [0, 0.03, 1, 7, 1234].map(roundUp), short: [null, 0, 0.01234, 1.26, 250.4, 12345, 2e6].map(short) }));
+          ticks: [0, 0.03, 7, 100, 1234].map(most => ticksTo(most)),
+          counts: [0, 1, 4, 5, 182].map(most => ticksTo(most, true)), short: [null, 0, 0.01234, 1.26, 250.4, 12345, 2e6].map(short) }));
         """,
     )
     assert found["names"] == ["a", 'b "q"']
     assert (found["sums"], found["rate"], found["back"]) == ([18, 1, 0], 3, 0)
     assert found["quantiles"] == pytest.approx([0.05, 0.15, 0.2])
     assert found["none"] is None
-    assert found["round"] == [1, pytest.approx(0.05), 1, 10, 2000]
+    assert [pytest.approx(ticks) for ticks in found["ticks"]] == [
+        [0, 0.25, 0.5, 0.75, 1],
+        [0, 0.01, 0.02, 0.03],
+        [0, 2, 4, 6, 8],
+        [0, 25, 50, 75, 100],
+        [0, 500, 1000, 1500],
+    ]
+    assert found["counts"] == [
+        [0, 1],
+        [0, 1],
+        [0, 1, 2, 3, 4],
+        [0, 2, 4, 6],
+        [0, 50, 100, 150, 200],
+    ]
     assert found["short"] == ["–", "0", "0.012", "1.3", "250", "12.3k", "2.0M"]
 
 

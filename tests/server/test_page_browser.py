@@ -429,7 +429,7 @@ def test_the_dashboard(browser: Browser, real: str) -> None:
         "Time in the queue",
     ]
     tiles = dict(zip(browser.texts(".tile dt"), browser.texts(".tile dd"), strict=True))
-    assert int(tiles["Requests finished"]) >= 2
+    assert int(tiles["Finished"]) >= 2
     assert browser.accessibility_problems() == []
     picture(browser, "dashboard")
 
@@ -446,6 +446,84 @@ def test_the_keyboard_is_enough(browser: Browser, server: PageServer) -> None:
     assert browser.one("#compare").is_displayed()
     browser.one("#show-list").send_keys(Keys.SHIFT + Keys.TAB)
     assert browser.run("return document.activeElement.textContent") == "Skip to the message"
+
+
+def focused(browser: Browser) -> str:
+    """Return the name of the element that has the focus, as a screen reader reads it."""
+    return browser.run(
+        "const one = document.activeElement;"
+        "return one.getAttribute('aria-label') || (one.labels && one.labels[0] || one).textContent"
+    ).strip()
+
+
+def tab_to(browser: Browser, name: str, key: str = Keys.TAB) -> None:
+    """Press a key until the focus is on the element of this name."""
+    for _ in range(80):
+        if focused(browser) == name:
+            return
+        browser.press(key)
+    raise AssertionError(f"no way to {name!r} with the keyboard; at {focused(browser)!r}")
+
+
+def test_a_conversation_needs_only_the_keyboard(browser: Browser, server: PageServer) -> None:
+    open_page(browser, server.url)
+    set_field(browser, "max_tokens", server.tokens["Think"])
+    assert focused(browser) == "Message"
+    browser.press("Think", Keys.ENTER)
+    finish(browser)
+    assert focused(browser) == "Message"
+    set_field(browser, "max_tokens", 299)
+    set_field(browser, "seed", 20)  # the engine takes 20 ms for a token
+    tab_to(browser, "New conversation", Keys.SHIFT + Keys.TAB)
+    browser.press(Keys.ENTER)
+    assert focused(browser) == "Message"
+    browser.press("Count")
+    tab_to(browser, "Send")
+    browser.press(Keys.ENTER)
+    browser.wait(lambda: focused(browser) == "Stop", "the button Stop")
+    browser.wait(lambda: "w3" in browser.texts(".answer")[-1], "the beginning of the answer")
+    browser.press(Keys.ENTER)
+    browser.wait(lambda: browser.texts("#status") == ["Stopped."], "the end")
+    assert focused(browser) == "Message"
+    tab_to(browser, "Think", Keys.SHIFT + Keys.TAB)
+    browser.press(Keys.ENTER)
+    browser.wait(lambda: browser.texts(".message.user .answer") == ["Think"], "the conversation")
+    assert focused(browser) == "Think"
+    tab_to(browser, "Rename: Think")
+    browser.press(Keys.ENTER)
+    assert focused(browser) == "Title"
+    browser.press(Keys.CONTROL + "a", "Mine", Keys.ENTER)
+    browser.wait(lambda: "Mine" in browser.texts("#conversations .open"), "the title")
+    browser.wait(lambda: focused(browser) == "Rename: Mine", "the focus")
+    tab_to(browser, "Delete: Mine")
+    browser.press(Keys.ENTER)
+    browser.wait(lambda: focused(browser) == "Delete", "the question")
+    browser.press(Keys.ENTER)
+    browser.wait(lambda: browser.texts("#conversations .open") == ["Count"], "one conversation")
+    assert focused(browser) == "Delete: Count"
+
+
+def test_a_question_of_the_welcome_is_sent(browser: Browser, server: PageServer) -> None:
+    open_page(browser, server.url)
+    set_field(browser, "max_tokens", 2)
+    question = browser.texts(".starts button")[0]
+    browser.button(question).click()
+    finish(browser)
+    assert browser.texts(".message.user .answer") == [question]
+    assert browser.texts(".starts") == []
+
+
+def test_counts_have_whole_ticks(browser: Browser, server: PageServer) -> None:
+    open_page(browser, f"{server.url}#dashboard")
+    requests = "#dashboard .plots figure:first-child"
+    browser.wait(lambda: len(browser.texts(f"{requests} svg text")) > 4, "the axis")
+    *ticks, begin, now = browser.texts(f"{requests} svg text")
+    assert [int(tick) for tick in ticks] == [0, 1, 2, 3, 4]
+    assert (begin.endswith("s ago"), now) == (True, "now")
+    assert browser.texts(f"{requests} figcaption") == ["Requests"]
+    tops = {tile.location["y"] for tile in browser.all(".tile")}
+    assert len(tops) == 1, "all tiles are in one line"
+    assert browser.texts(".side") == []
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -16,7 +16,7 @@ from slipstream.engine_worker.cpu_probe import CpuChoice, choose
 from slipstream.engine_worker.process import start_real_engine
 from slipstream.engine_worker.ranks import disconnect
 from slipstream.kernels.cpu import machine, objects, trial
-from slipstream.kernels.cpu.compiler.levels import BY_NAME, LEVELS, possible_levels
+from slipstream.kernels.cpu.compiler.instruction_levels import BY_NAME, LEVELS, possible_levels
 from slipstream.kernels.cpu.operations import WeightFormat
 from slipstream.server.engine_link.child import ENGINE_COMMAND
 from slipstream.server.engine_link.rank_processes import FollowerProcesses

@@ -1,12 +1,14 @@
 """The engine process under its supervisor: real processes that are killed, hang or fail."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,13 @@ from slipstream.engine.sampling_params import SamplingParams
 from slipstream.server.engine_link.client import EngineClient, EngineStartFailed, Supervision
 from slipstream.server.engine_link.engine import EngineUnavailable
 from slipstream.server.engine_link.pool import EnginePool
-from slipstream.server.engine_link.process_state import ProcessState, read_state
 from slipstream.server.engine_link.silence import (
     SILENT_SECONDS,
     EngineState,
     Responsiveness,
     Silence,
 )
+from slipstream.server.log.process_state import ProcessState, read_state
 from slipstream.server.metrics.server_metrics import ServerMetrics
 
 COMMAND = (sys.executable, str(Path(scripted.__file__)))
@@ -229,6 +231,39 @@ async def test_counters_continue_when_another_process_takes_over(launch):
     await serve(another, 5)
 
 
+async def test_nothing_keeps_an_engine_that_was_replaced(launch):
+    pool = EnginePool({}, Supervision(), COMMAND)
+    failed = asyncio.ensure_future(pool.wait_failed())
+    engine = EngineClient("fine", command=COMMAND)
+    await engine.start()
+    pool.adopt("llm", engine)
+    await collect(submit(engine, [1], SamplingParams(max_tokens=5)))
+    pool.adopt("llm", await launch("another"))
+    await pool.release(engine, 5.0)
+    found = weakref.ref(engine)
+    del engine
+    await until(lambda: gc.collect() >= 0 and found() is None)
+    assert not failed.done()
+    failed.cancel()
+
+
+async def test_the_failure_of_an_engine_that_was_replaced_is_not_that_of_its_successor(launch):
+    pool = EnginePool({}, Supervision(), COMMAND)
+    failed = asyncio.ensure_future(pool.wait_failed())
+    former = await launch(restarts=0)
+    pool.adopt("llm", former)
+    # It fails after it was replaced, before it is released.
+    pool.adopt("llm", successor := await launch("another", restarts=0))
+    os.kill(former.process_id, signal.SIGKILL)
+    await until(lambda: former.failure is not None and former.process_id is None)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not failed.done()
+    os.kill(successor.process_id, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        assert "SIGKILL" in await failed
+
+
 async def test_process_with_a_hung_step_prints_its_stack_and_is_replaced(launch, capfd):
     engine = await launch(silence_seconds=1.0)
     last = (await collect(submit(engine, [scripted.HANG], SamplingParams())))[1]
@@ -306,6 +341,43 @@ def test_silence_of_a_process_that_computes_is_a_step():
     silence.count(0.25, heard=False, computed=True)  # 15.25 s, a quarter of the longest
     silence.count(0.25, heard=False, computed=True)
     assert silence.unusual
+
+
+def test_silence_of_a_process_that_computes_without_requests_is_a_hang():
+    silence = Silence(60.0)
+    for _ in range(5):  # 1.25 s
+        silence.count(0.25, heard=False, computed=True, in_step=False)
+    assert silence.unusual
+    silence.count(0.25, heard=False, computed=True, in_step=True)  # a request has come
+    assert not silence.unusual
+
+
+async def test_an_idle_process_that_spins_is_not_ready_long_before_it_is_replaced(launch):
+    engine = await launch("spin")
+    await until(lambda: not engine.ready)
+    assert engine.failure is None
+    assert not engine._restarts
+
+
+@pytest.mark.slow
+async def test_a_stopped_process_is_not_ready_within_two_seconds(launch):
+    engine = await launch(silence_seconds=3600.0)
+    begun = time.monotonic()
+    os.kill(engine.process_id, signal.SIGSTOP)
+    await until(lambda: not engine.ready)
+    assert time.monotonic() - begun < 2.0
+
+
+@pytest.mark.slow
+async def test_a_request_of_a_killed_process_has_the_reason_within_a_second(launch):
+    engine = await launch()
+    running = submit(engine, [1], LONG)
+    await anext(aiter(running))
+    begun = time.monotonic()
+    os.kill(engine.process_id, signal.SIGKILL)
+    _, last = await collect(running)
+    assert "SIGKILL" in last.error
+    assert time.monotonic() - begun < 1.0
 
 
 def test_silence_without_a_step_is_unusual_after_a_moment_whatever_was_before():

@@ -21,8 +21,10 @@ import pytest
 from run_rank_host import ADDRESS, HEARTBEAT_SECONDS, KEY, ROOT, HostProcess, options_of
 from tiny_server import children_of, is_running, wait_for
 
+from slipstream.server.engine_link.cluster import host as host_module
 from slipstream.server.engine_link.cluster import leader as leader_module
 from slipstream.server.engine_link.cluster.address import AddressError
+from slipstream.server.engine_link.cluster.host import RankHost
 from slipstream.server.engine_link.cluster.leader import RankHosts
 from slipstream.server.engine_link.cluster.messages import (
     EndRank,
@@ -41,7 +43,7 @@ NAME = socket.gethostname()
 SLEEPER = (
     sys.executable,
     "-c",
-    "import json, sys, time; from slipstream.server.log.parent import die_with; "
+    "import json, sys, time; from slipstream.server.log.parent_death import die_with; "
     "time.sleep(600) if die_with(json.loads(sys.argv[1])['parent_process']) else None",
 )
 FAILING = (sys.executable, "-c", "import sys; sys.exit(9)")
@@ -76,7 +78,7 @@ def start(hosts, tmp_path) -> StartRank:
     settings = {"device": "cpu", "ranks": 2}
     place = RankPlace(1, 2, f"{ADDRESS}:1", [])
     return StartRank(
-        hosts.next_engine(), folder, identify_folder(folder), settings, place, 0, 1, on_gpu=False
+        hosts.next_engine(), folder, identify_folder(folder), settings, place, 0, 1, gpus=0
     )
 
 
@@ -117,7 +119,7 @@ def test_another_engine_folder_is_refused_with_both_digests(hosts, start_host, s
 
 def test_another_kind_of_device_is_refused_with_both(hosts, start_host, start):
     start_host(*SLEEPER)
-    rank = hosts.start(1, replace(start, on_gpu=True))
+    rank = hosts.start(1, replace(start, gpus=1))
     assert rank.wait() == EXIT_WITH_REASON
     assert "this machine runs the engine on a CPU, and rank 0 on a GPU" in rank.reason
 
@@ -148,7 +150,7 @@ def test_another_cluster_key_is_refused_and_said_on_both_sides(hosts, start_host
 
 def test_a_connection_that_sends_nothing_is_not_reported_as_another_key(hosts, caplog):
     socket.create_connection((ADDRESS, hosts.port)).close()
-    host = hosts.start(1, StartRank(1, "", "", {}, RankPlace(1, 2, "", []), 0, 1, on_gpu=False))
+    host = hosts.start(1, StartRank(1, "", "", {}, RankPlace(1, 2, "", []), 0, 1, gpus=0))
     host.kill()
     assert host.wait() == -signal.SIGKILL
     assert "cluster key" not in caplog.text
@@ -194,6 +196,83 @@ def test_the_end_of_a_host_ends_its_ranks(hosts, start_host, start, number):
     wait_for(lambda: not is_running(process))
 
 
+def test_all_ranks_of_a_replica_are_started_and_ended_on_a_host(hosts, start_host, start):
+    host = start_host(*SLEEPER)
+    whole = replace(start, whole=True, each=2)
+    follower = hosts.start(1, replace(whole, place=RankPlace(1, 2, "", [])))
+    links = ["tcp://127.0.0.2:1"]
+    leader = hosts.start(1, replace(whole, place=RankPlace(0, 2, "", []), links=links))
+    wait_for(lambda: len(children_of(host.process.pid)) == 2)
+    orders = [order_of(process) for process in children_of(host.process.pid)]
+    assert sorted(order["place"]["rank"] for order in orders) == [0, 1]
+    (folder,) = {Path(order["place"]["store"]).parent for order in orders}
+    assert links in [order["sockets"] for order in orders]
+    assert folder.is_dir()
+    hosts.note_met(1, start.engine)
+    wait_for(lambda: not folder.exists())
+    for rank in (leader, follower):
+        rank.kill()
+        assert rank.wait() == -signal.SIGKILL
+    wait_for(lambda: not children_of(host.process.pid))
+
+
+def order_of(process: int) -> dict:
+    """Return the argument of the process of a rank, once it runs that program."""
+
+    def last_word() -> bytes:
+        return Path(f"/proc/{process}/cmdline").read_bytes().rstrip(b"\0").rpartition(b"\0")[2]
+
+    wait_for(lambda: last_word().startswith(b"{"))
+    found: dict = json.loads(last_word())
+    return found
+
+
+def test_the_files_of_a_replica_are_removed_with_its_last_rank(hosts, start_host, start):
+    host = start_host(*SLEEPER)
+    whole = replace(start, whole=True, each=2)
+    rank = hosts.start(1, whole)
+    wait_for(lambda: children_of(host.process.pid))
+    (process,) = children_of(host.process.pid)
+    folder = Path(order_of(process)["place"]["store"]).parent
+    assert folder.is_dir()
+    rank.kill()
+    rank.wait()
+    wait_for(lambda: not folder.exists())
+
+
+def test_replicas_need_as_many_gpus_on_each_machine(monkeypatch, start):
+    host = RankHost(options_of(1, 1))
+    monkeypatch.setattr(host_module, "visible_gpus", lambda device: 4)
+    whole = replace(start, whole=True, gpus=8)
+    with pytest.raises(host_module.RankProblem, match="sees 4 GPUs, and rank 0 of mpirun 8: repl"):
+        host._spawn(whole)
+
+
+def test_replicas_need_processes_in_the_order_of_the_machines(start):
+    options = options_of(1, 1)
+    launched = replace(options.launched, rank=8, size=16, local_size=8, local_rank=4)
+    host = RankHost(replace(options, launched=launched))
+    with pytest.raises(host_module.RankProblem, match="process 8 is not the first one on its mach"):
+        host._spawn(replace(start, whole=True))
+
+
+def test_a_process_that_sees_one_gpu_of_several_says_so(monkeypatch, start, caplog):
+    """As with --gpus-per-task=1."""
+    caplog.set_level(logging.INFO)
+    options = options_of(1, 1)
+    monkeypatch.setattr(host_module, "visible_gpus", lambda device: 1)
+    for local_size in (8, 1):
+        launched = replace(options.launched, size=16, local_size=local_size)
+        host = RankHost(replace(options, launched=launched), command=SLEEPER)
+        rank = host._spawn(replace(start, gpus=1))
+        rank.process.kill()
+        rank.process.reap()
+        rank.link.close()
+        lines = [line for line in caplog.messages if "shows each process one GPU only" in line]
+        assert len(lines) == 1  # not on a machine of one GPU
+        assert "(as --gpus-per-task does): ranks cannot read each other's memory" in lines[0]
+
+
 def test_a_host_that_is_started_twice_takes_the_place_of_the_first(hosts, start_host, start):
     first = start_host(*SLEEPER)
     rank = hosts.start(1, start)
@@ -215,7 +294,7 @@ from slipstream.server.engine_link.cluster.messages import StartRank
 from slipstream.server.engine_link.link import RankPlace
 hosts = RankHosts(options_of(0, 0))
 place = RankPlace(1, 2, "", [])
-rank = hosts.start(1, StartRank(1, sys.argv[2], sys.argv[3], {"device": "cpu"}, place, 0, 1, False))
+rank = hosts.start(1, StartRank(1, sys.argv[2], sys.argv[3], {"device": "cpu"}, place, 0, 1, 0))
 print(hosts.port, flush=True)
 rank.wait()
 """

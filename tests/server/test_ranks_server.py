@@ -134,6 +134,19 @@ def test_a_killed_rank_fails_the_stream_and_the_engine_starts_again(server, expe
     assert not any(is_running(process) for process in before)
 
 
+def test_a_rank_that_stays_stopped_is_named_to_the_client_and_replaced(server, expected):
+    wait_for(lambda: is_ready(server))
+    before = engine_processes(server)
+    response = post(server, "generate_stream", 240)
+    assert response.readline().startswith(b"data:")
+    os.kill(before[1], signal.SIGSTOP)
+    reason = "the engine process failed: rank 1 has been stopped by a signal for 10 s"
+    assert reason in response.read().decode()
+    wait_for(lambda: is_ready(server))
+    assert ask(server) == expected
+    assert not any(is_running(process) for process in before)
+
+
 def test_several_front_ends_share_an_engine_of_two_ranks(tmp_path, engine, expected):
     running = start_server(tmp_path, engine, "--frontends", "2")
     try:

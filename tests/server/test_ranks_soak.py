@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 STREAMS = 16
 KILLS = 3  # as many restarts as a server allows in ten minutes
-CANCELS = 1_000
+CANCELS = 10_000
 TOKENS = 200
 BODY = {"end_id": 95, "stream": True, "max_tokens": TOKENS}
 
@@ -126,7 +126,7 @@ async def leave(server: RealServer, draw: random.Random, prompt: str) -> None:
     writer.transport.abort()
 
 
-async def test_a_thousand_cancelled_requests_leave_nothing(server, expected):
+async def test_ten_thousand_cancelled_requests_leave_nothing(server, expected):
     draw = random.Random(11)
     places = asyncio.Semaphore(STREAMS)
     before = engine_processes(server)

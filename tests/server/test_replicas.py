@@ -42,6 +42,7 @@ def create(folder, count=2, frontends=1, **supervision):
                 command=COMMAND,
                 frontends=frontends,
                 ids=ids,
+                replica=index,
             )
             for index in range(count)
         ]

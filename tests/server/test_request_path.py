@@ -27,7 +27,7 @@ from slipstream.server.services import Services
 SERVER = str(Path(sys.modules[Services.__module__].__file__ or "").parent)
 MAX_MODULES = 20
 # the watchdog looks at the processes of an engine four times a second, whatever the requests do
-WATCHDOG = {"engine_link/child.py", "engine_link/process_state.py", "engine_link/silence.py"}
+WATCHDOG = {"engine_link/child.py", "log/process_state.py", "engine_link/silence.py"}
 MAX_ITERATORS = 5
 ITERATORS = [
     "metrics/statistics.py CountedResponses.__anext__",

@@ -13,7 +13,9 @@ from typing import Any
 
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -87,6 +89,21 @@ class Browser:
         field = self.one(selector)
         field.clear()
         field.send_keys(text)
+
+    def press(self, *keys: str) -> None:
+        """Type keys where the focus is. A key with Shift or Control is one text of both."""
+        for key in keys:
+            actions = ActionChains(self.driver)
+            held = key[0] if len(key) > 1 and key[0] in (Keys.SHIFT, Keys.CONTROL) else ""
+            if held:
+                actions.key_down(held)
+            actions.send_keys(key.removeprefix(held))
+            if held:
+                actions.key_up(held)
+            actions.perform()
+
+    def hover(self, element: WebElement) -> None:
+        ActionChains(self.driver).move_to_element(element).perform()
 
     def texts(self, selector: str) -> list[str]:
         return [one.text for one in self.all(selector) if one.is_displayed()]

@@ -1,6 +1,7 @@
 """Watches a server from another process: the gaps of a stream, and how long health takes.
 
-As a script it writes a line for each event: its kind, its time and the seconds before it.
+As a script it writes a line for each event: its kind, its time, the seconds before it, and for how
+many of them its own thread waited for a core. That is the work of others, and no gap of the server.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ class _Event(NamedTuple):
     kind: str
     start: float
     end: float
+    waited: float = 0.0  # seconds in which the canary's thread waited for a core
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, self.end - self.start - self.waited)
 
 
 class Canary:
@@ -44,8 +50,9 @@ class Canary:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            kind, end, seconds = line.split()
-            self._events.append(_Event(kind, float(end) - float(seconds), float(end)))
+            kind, *numbers = line.split()
+            end, seconds, waited = map(float, numbers)
+            self._events.append(_Event(kind, end - seconds, end, waited))
 
     def gaps(self, start: float, end: float) -> Gaps:
         """Return the longest gaps in a time that has passed. Wait for those that go on after it."""
@@ -54,9 +61,7 @@ class Canary:
             assert time.monotonic() < deadline, "the stream or health has stopped"
             time.sleep(0.01)
         found = [e for e in list(self._events) if e.end >= start and e.start <= end]
-        return Gaps(
-            *(max(e.end - e.start for e in found if e.kind == kind) for kind in Gaps._fields)
-        )
+        return Gaps(*(max(e.gap for e in found if e.kind == kind) for kind in Gaps._fields))
 
     def close(self) -> None:
         self._process.kill()
@@ -64,9 +69,25 @@ class Canary:
         self._reader.join(20)
 
 
-def _report(kind: str, start: float) -> float:
-    now = time.monotonic()
-    sys.stdout.write(f"{kind} {now} {now - start}\n")
+class _Clock(NamedTuple):
+    """A time, and for how long this thread had waited for a core by then."""
+
+    seconds: float
+    waited: float
+
+    @classmethod
+    def read(cls) -> _Clock:
+        try:
+            waited_ns = Path("/proc/thread-self/schedstat").read_text().split()[1]
+        except OSError:  # a kernel without these statistics
+            waited_ns = "0"
+        return cls(time.monotonic(), int(waited_ns) / 1e9)
+
+
+def _report(kind: str, start: _Clock) -> _Clock:
+    now = _Clock.read()
+    seconds, waited = now.seconds - start.seconds, now.waited - start.waited
+    sys.stdout.write(f"{kind} {now.seconds} {seconds} {waited}\n")
     sys.stdout.flush()
     return now
 
@@ -76,7 +97,7 @@ def _watch_stream(port: int, model: str) -> None:
     while True:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-        last = time.monotonic()
+        last = _Clock.read()
         for line in connection.getresponse():
             if line.startswith(b"data: "):
                 last = _report("stream", last)
@@ -85,7 +106,7 @@ def _watch_stream(port: int, model: str) -> None:
 def _watch_health(port: int) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     while True:
-        start = time.monotonic()
+        start = _Clock.read()
         connection.request("GET", "/v2/health/live")
         connection.getresponse().read()
         _report("health", start)

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from slipstream.kernels.cpu import machine
-from slipstream.kernels.cpu.compiler.levels import Level
+from slipstream.kernels.cpu.compiler.instruction_levels import Level
 from slipstream.kernels.cpu.memory import aligned
 from slipstream.kernels.cpu.objects import load_code
-from slipstream.kernels.cpu.operations import Context, Entry, encode
+from slipstream.kernels.cpu.operations import Entry, encode
+from slipstream.kernels.cpu.records import Context
 from slipstream.kernels.cpu.team import Team
 
 ROW_BYTES = 1 << 18

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from fixed_models import FixedModels
 from google.protobuf import json_format
 from recorded_models import RECORDED, RecordedModel
 
@@ -32,7 +33,6 @@ from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.model_loader import ModelLoader
 from slipstream.server.models.build import build_registry
 from slipstream.server.models.ensemble import EnsembleModel
-from slipstream.server.models.factories import FixedModels
 from slipstream.server.services import create_context
 
 REPOSITORIES = Path(__file__).parents[1] / "conformance" / "repos"

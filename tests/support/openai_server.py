@@ -29,7 +29,7 @@ from slipstream.weights.build import build_engine
 SETTINGS = EngineSettings(
     dtype="float32", device="cpu", cache_tokens=2048, max_rows=4, threads=1, adapter_max_rank=8
 )
-MOST_WAITING = 64  # most requests that wait for the engine
+MAX_WAITING = 64  # most requests that wait for the engine
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}"
     "{% for call in message.tool_calls or [] %}<{{ call.function.name }}({{ call.function.arguments.x }})>{% endfor %}"
@@ -58,7 +58,7 @@ def running(folder: Path, template: str = TEMPLATE) -> Iterator[Serving]:
     engine_folder = build_engine(folder / "hf", folder / "engine", dtype="float32")
     repository = write_declared(folder / "repo", engine_folder)
     config = repository / "tensorrt_llm" / "config.pbtxt"
-    policy = f"dynamic_batching {{ default_queue_policy {{ max_queue_size: {MOST_WAITING} }}"
+    policy = f"dynamic_batching {{ default_queue_policy {{ max_queue_size: {MAX_WAITING} }}"
     config.write_text(config.read_text().replace("dynamic_batching {", policy))
     (folder / "adapters" / "notes").mkdir()  # holds no adapter
     engine = InProcessEngine(start_real_engine(str(engine_folder), SETTINGS))

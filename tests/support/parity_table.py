@@ -1,4 +1,4 @@
-"""Prints the table of parity in docs/models.md, or writes it there with --write.
+"""Prints the table of parity in docs/reference/parity.md, or writes it there with --write.
 
 PYTHONPATH=tests/support:tests/model python tests/support/parity_table.py --write
 """
@@ -17,7 +17,7 @@ from run_engine import logits_in_steps
 from test_parity import VARIANTS as OLDER_VARIANTS
 from tiny_models import VOCABULARY, config_of, folder_tensors, random_model
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "parity.md"
 HEAD = "| family | variants | largest difference |\n|---|---|---|\n"
 TOKENS = torch.randint(3, VOCABULARY, (45,), generator=torch.Generator().manual_seed(5)).tolist()
 STEPS = (19, 20, 1, 1, 4)
@@ -65,7 +65,9 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="Write the table to docs/models.md.")
+    parser.add_argument(
+        "--write", action="store_true", help="Write the table to docs/reference/parity.md."
+    )
     made = table()
     if not parser.parse_args().write:
         print(made)

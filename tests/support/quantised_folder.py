@@ -21,7 +21,7 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def quantise_folder(folder: Path, method: str, symmetric: bool = False) -> Path:
-    """Quantise the layers of a folder of Llama's or GPT-2's names in place, and return it."""
+    """Quantise the layers of a folder of Llama's, Mixtral's or GPT-2's names in place, and return it."""
     state = load_file(folder / "model.safetensors")
     for name in [name for name in state if _is_layer(name)]:
         weight = state.pop(name)
@@ -38,7 +38,9 @@ def quantise_folder(folder: Path, method: str, symmetric: bool = False) -> Path:
 
 
 def _is_layer(name: str) -> bool:
-    return name.endswith(("_proj.weight", ".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+    experts = (".w1.weight", ".w2.weight", ".w3.weight")  # of Mixtral
+    others = ("_proj.weight", ".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+    return name.endswith((*experts, *others))
 
 
 def _quantise(weight: torch.Tensor, method: str, symmetric: bool) -> dict[str, torch.Tensor]:

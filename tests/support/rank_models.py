@@ -45,6 +45,7 @@ FAMILIES = (
     "qwen2_moe",
     "qwen3_moe",
     "olmo2",
+    "olmo3",
 )
 FORMATS = (None, "int8", "int4", "fp8")
 

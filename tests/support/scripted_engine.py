@@ -25,6 +25,7 @@ HANG = 901
 DIE = 902
 REFUSE = 903
 COUNT_FROZEN_OBJECTS = 904
+ALLOCATE = 905
 
 
 @dataclass
@@ -58,6 +59,7 @@ class ScriptedLoop:
     output_tokens: int = 0
     limited: bool = False  # only as many requests run as there are rows
     checks: int = 0
+    spins: bool = False
     adapters: set[int] = field(default_factory=lambda: {0})
 
     def submit(self, request: GenerateRequest) -> None:
@@ -111,6 +113,8 @@ class ScriptedLoop:
 
     def check_integrity(self) -> None:
         self.checks += 1
+        while self.spins:  # a loop that does not end
+            pass
 
     def close(self) -> None:
         """There is no other rank to end."""
@@ -120,6 +124,8 @@ class ScriptedLoop:
             raise RuntimeError("raised by order")
         if order == HANG:
             time.sleep(3600)
+        if order == ALLOCATE:
+            bytearray(1 << 32)  # more than a limit of memory allows
         if order == DIE:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -147,7 +153,8 @@ def start_scripted(
     """Start the engine as the name of its folder says.
 
     `bad…` is refused, `slow…` never becomes ready, `once…` starts only the first time, and `killed…`
-    is killed the first time. `rows…` runs only as many requests as it has rows. Each start adds a line to the file `starts`.
+    is killed the first time. `rows…` runs only as many requests as it has rows, and `spin…` computes
+    for ever once it is idle. Each start adds a line to the file `starts`.
     """
     starts = Path(engine_folder, "starts")
     if starts.parent.is_dir():
@@ -162,7 +169,7 @@ def start_scripted(
         os.kill(os.getpid(), signal.SIGKILL)
     if name.startswith("once"):
         Path(engine_folder).touch(exist_ok=False)
-    return ScriptedLoop(limited=name.startswith("rows"))
+    return ScriptedLoop(limited=name.startswith("rows"), spins=name.startswith("spin"))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from dequantised import dequantise
 from tiny_models import expected_tensors
 
 from slipstream.weights import stream
@@ -19,7 +20,7 @@ from slipstream.weights.build import build_engine
 from slipstream.weights.engine_config import BuildLimits, read_engine_config
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.parameters import Quantisation
-from slipstream.weights.quantise import dequantise, quantise_rows
+from slipstream.weights.quantise import quantise_rows
 from slipstream.weights.sources import source as source_module
 from slipstream.weights.sources.source import SourceError
 

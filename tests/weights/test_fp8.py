@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dequantised import dequantise
 from run_engine import run_all
 from tiny_engine import build_tiny_engine
 
@@ -17,7 +18,7 @@ from slipstream.weights.build import build_engine
 from slipstream.weights.engine_folder import read_engine_folder
 from slipstream.weights.load import start_engine
 from slipstream.weights.parameters import Quantisation, choose_quantisation, engine_layout
-from slipstream.weights.quantise import dequantise, quantise_fp8
+from slipstream.weights.quantise import quantise_fp8
 
 
 @pytest.fixture(scope="module")

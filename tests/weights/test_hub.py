@@ -174,8 +174,8 @@ def test_a_download_reports_its_bytes(hub: FakeHub, capfd: pytest.CaptureFixture
     # config.json comes first, to refuse a model before its weights are fetched
     names = hub.downloaded() - {"config.json"}
     missing = sum((hub.folders["org/tiny"] / name).stat().st_size for name in names)
-    assert reports[0] == ("fetching org/tiny from the hub", 0, missing)
-    assert reports[-1] == ("fetching org/tiny from the hub", missing, missing)
+    assert reports[0] == ("fetching org/tiny", 0, missing)
+    assert reports[-1] == ("fetching org/tiny", missing, missing)
     assert capfd.readouterr().err == ""  # no bars of the library
     reports.clear()
     open_source("hf:org/tiny", lambda *report: reports.append(report))

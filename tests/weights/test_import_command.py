@@ -61,7 +61,7 @@ def test_import_builds_the_engine_and_writes_the_repository(
         f"{listed}triton - INFO - Serve it with: triton start --repo {tmp_path / 'models'}\n"
     )
     assert re.search(
-        r"triton - INFO - weights: 100%, 0\.\d MB of 0\.\d MB, \d+\.\d MB/s, \d+\.\d s\n",
+        r"triton - INFO - weights: 100%, 0\.\d/0\.\d MB, \d+\.\d MB/s, \d+\.\d s\n",
         result.stdout,
     )
     engine = only_engine(tmp_path / "home" / "engines")

@@ -18,7 +18,9 @@ from tiny_hf_folder import save_model
 from slipstream.kernels.blocks import BlockMatrix
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_folder import EngineFolder, read_engine_folder
+from slipstream.weights.parameters import Quantisation, engine_layout
 from slipstream.weights.sources.hf_folder import HuggingFaceFolder
+from slipstream.weights.tensor_file import read_header
 
 TOKENS = [[3, 1, 41, 59, 26, 5, 35]]
 SIZES = {"hidden_size": 128, "intermediate_size": 256}
@@ -95,6 +97,25 @@ def test_an_engine_is_as_small_as_the_checkpoint(tmp_path):
     plain = build_engine(tmp_path / "hf", tmp_path / "16bit", dtype="bfloat16")
     sizes = [(path / "rank0.engine").stat().st_size for path in (kept.path, plain)]
     assert sizes[1] - sizes[0] > 0.95 * saved
+
+
+@pytest.mark.parametrize(("symmetric", "form", "bits"), [(True, "Q4_0", 4.5), (False, "Q4_1", 5)])
+def test_the_experts_of_mixtral_keep_their_bits(tmp_path, symmetric, form, bits):
+    folder = folder_of(tmp_path, "mixtral", "gptq", symmetric=symmetric)
+    kept, expanded = build_both(folder, tmp_path)
+    experts = [name for name in kept.quantisation.stored if ".mlp.experts." in name]
+    assert len(experts) == 2 * kept.spec.layers
+    on_disk = read_header(kept.path / "rank0.engine").slots
+    for name in experts:
+        assert {part.form for part in kept.quantisation.stored[name]} == {form}
+        parts = [slot for part, slot in on_disk.items() if part.startswith(f"{name}.")]
+        weights = np.prod(engine_layout(kept.spec, "bfloat16", Quantisation())[name].shape)
+        assert sum(slot.nbytes for slot in parts) * 8 / weights == bits
+    assert_same(kept, expanded, 0 if symmetric else 15 * 2**-11)
+    prompts = [[5, 9, 30, 2], [7] * 20]
+    assert generate(engine(kept.path), prompts, max_tokens=12) == generate(
+        engine(expanded.path), prompts, max_tokens=12
+    )
 
 
 def test_the_kept_engine_answers_as_the_expanded_one(tmp_path):

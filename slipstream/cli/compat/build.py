@@ -8,7 +8,13 @@ from pathlib import Path
 
 from slipstream.cli.arguments import Parser, UsageError
 from slipstream.cli.compat.classic_flags import add_flags, explain_flags, print_version_line
-from slipstream.cli.compat.convert import dtype_flag, weight_only_flag, whole_number
+from slipstream.cli.compat.convert import (
+    add_quantize,
+    calibration_flags,
+    dtype_flag,
+    weight_only_flag,
+    whole_number,
+)
 from slipstream.cli.progress import ProgressLines
 from slipstream.weights.classic_build import (
     DEFAULT_OUTPUT,
@@ -26,6 +32,7 @@ def create_parser() -> Parser:
         "slipstream build",
         "Build an engine folder from a checkpoint (--checkpoint_dir) or a model (--model_dir).",
     )
+    add_quantize(parser)
     add_flags(parser, BUILD_FLAGS)
     return parser
 
@@ -57,6 +64,7 @@ def _build_settings(given: Namespace) -> BuildFlags:
         output=expand_home(getattr(given, "output_dir", DEFAULT_OUTPUT), "--output_dir"),
         dtype=dtype_flag(given) or ("float16" if hasattr(given, "model_dir") else None),
         weight_only=weight_only_flag(given),
+        calibration=calibration_flags(given),
         fp8_kv_cache=hasattr(given, "fp8_kv_cache"),
         limits=_limits(given),
         ranks=_ranks(given),

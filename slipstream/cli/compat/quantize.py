@@ -1,4 +1,4 @@
-"""The old examples/quantization/quantize.py: writes a quantised checkpoint without calibration."""
+"""The old examples/quantization/quantize.py: writes a checkpoint that a build quantises."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ _FORMATS = {
     "fp8": ["--use_fp8"],
     "int8_wo": ["--use_weight_only", "--weight_only_precision", "int8"],
     "int4_wo": ["--use_weight_only", "--weight_only_precision", "int4"],
+    "int4_awq": ["--quantize", "awq"],
+    "int4_gptq": ["--quantize", "gptq"],
     "full_prec": [],
 }
-_CALIBRATED = ("int8_sq", "int4_awq", "w4a8_awq")
-_CALIBRATION_FLAGS = (
-    "--device",
-    "--seed",
-    "--max_seq_length",
-    "--batch_size",
-    "--calib_size",
-    "--calib_dataset",
-    "--awq_block_size",
-)
+_UNAVAILABLE = ("int8_sq", "w4a8_awq")
+_WITHOUT_EFFECT = {
+    "--device": "Calibration runs on a CPU.",
+    "--seed": "Nothing is random.",
+    "--max_seq_length": "Calibration runs windows of 512 tokens.",
+    "--calib_max_seq_length": "Calibration runs windows of 512 tokens.",
+    "--batch_size": "Calibration runs one window at a time.",
+    "--awq_block_size": "Groups hold 32 weights.",
+}
 
 
 def create_parser() -> Parser:
@@ -39,7 +40,7 @@ def create_parser() -> Parser:
     parser.add_argument(
         "--qformat",
         default="full_prec",
-        choices=[*_FORMATS, *_CALIBRATED],
+        choices=[*_FORMATS, *_UNAVAILABLE],
         help="Format of the linear layers.",
     )
     parser.add_argument(
@@ -49,9 +50,18 @@ def create_parser() -> Parser:
     )
     parser.add_argument("--tp_size", default="1", help="Tensor-parallel ranks.")
     parser.add_argument("--pp_size", default="1", help="Pipeline-parallel ranks.")
+    parser.add_argument(
+        "--calib_size",
+        help="Most windows of 512 tokens of the calibration text that are run (default: 128).",
+    )
+    parser.add_argument(
+        "--calib_dataset",
+        help="Text file that int4_awq and int4_gptq observe the model on (default: a text of the "
+        "package).",
+    )
     ignored = parser.no_effect_group()
-    for name in _CALIBRATION_FLAGS:
-        ignored.add_argument(name, help="Nothing is calibrated.")
+    for name, reason in _WITHOUT_EFFECT.items():
+        ignored.add_argument(name, help=reason)
     return parser
 
 
@@ -60,15 +70,15 @@ def run(given: Namespace) -> int:
 
 
 def _convert_flags(given: Namespace) -> Iterator[str]:
-    if given.qformat in _CALIBRATED:
-        raise CommandError(
-            f"--qformat {given.qformat}: formats that need calibration are not available; "
-            f"use {', '.join(_FORMATS)}"
-        )
+    if given.qformat in _UNAVAILABLE:
+        raise CommandError(f"--qformat {given.qformat} is not available; use {', '.join(_FORMATS)}")
     if given.kv_cache_dtype == "int8":
         raise CommandError("--kv_cache_dtype int8 is not available; use fp8")
     for name in ("model_dir", "output_dir", "dtype", "tp_size", "pp_size"):
         yield from (f"--{name}", getattr(given, name))
     yield from _FORMATS[given.qformat]
+    for name in ("calib_size", "calib_dataset"):
+        if (value := getattr(given, name)) is not None:
+            yield from (f"--{name}", value)
     if given.kv_cache_dtype == "fp8":
         yield "--fp8_kv_cache"

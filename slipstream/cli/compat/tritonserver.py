@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
-import signal
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.cli.arguments import CommandError, frontend_count
 from slipstream.cli.compat.tritonserver_flags import (
@@ -28,15 +26,12 @@ from slipstream.cli.compat.tritonserver_settings import (
 )
 from slipstream.cli.keys import origin, read_access, read_certificate
 from slipstream.cli.log import log
-from slipstream.server.engine_link.launched import Launched, LaunchError, find_launch
+from slipstream.server.engine_link.cluster.started import Started, find_start
 from slipstream.server.log.capture import capture_output
 from slipstream.server.log.formats import FORMATS
 from slipstream.server.log.output import HANDLER, configure_log
 from slipstream.version import VERSION
 from slipstream.weights.home import expand_home
-
-if TYPE_CHECKING:
-    from slipstream.server.engine_link.cluster.leader import ClusterOptions
 
 logger = logging.getLogger("slipstream.cli.compat.tritonserver")
 
@@ -95,35 +90,29 @@ def _run(given: FlagValues) -> int:
         raise FlagError(f"--log-format must be one of {known}, not '{given['log-format']}'")
     configure_log(format=given["log-format"])
     _check(given)
+    flags = (given["ranks"], given["replicas"], given["cluster-key"], given["rank-wait-secs"])
     try:
-        launched = find_launch()
-    except LaunchError as error:
+        started = find_start(*flags)
+    except ValueError as error:
         raise CommandError(str(error)) from error
-    cluster = _cluster_options(given, launched)
-    if launched.rank != 0:
-        return wait_for_signal(launched) if cluster is None else _run_host(given, cluster)
+    if not started.serves:
+        return _run_without_server(given, started)
     with capture_output():
-        return _serve(given, launched, cluster)
+        return _serve(given, started)
+
+
+def _run_without_server(given: FlagValues, started: Started) -> int:
+    port = given["http-port"] if given["allow-http"] else None
+    try:
+        return started.run_without_server(given["http-address"], port)
+    except OSError as error:
+        raise CommandError(f"--http-port {port}: {error.strerror}") from error
 
 
 def name_process() -> None:
     """Set the name of the process, for `pgrep tritonserver` and `pkill tritonserver`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, PROCESS_NAME, 0, 0, 0)
-
-
-def wait_for_signal(launched: Launched) -> int:
-    """Wait for a signal, as a rank other than 0. Rank 0 serves and starts its engines itself."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    logger.info(
-        "rank %d of %d from %s serves nothing and waits for a signal to end: rank 0 is the server, "
-        "and it starts the ranks of its engines itself",
-        launched.rank,
-        launched.size,
-        launched.launcher,
-    )
-    signal.sigwait({signal.SIGINT, signal.SIGTERM})
-    return 0
 
 
 def _check(given: FlagValues) -> None:
@@ -139,39 +128,10 @@ def _check(given: FlagValues) -> None:
             raise FlagError(f"--{flag} is not supported: this server has no {what}")
 
 
-def _cluster_options(given: FlagValues, launched: Launched) -> ClusterOptions | None:
-    """Return how to reach processes on other machines; None: they are not needed."""
-    ranks = given["ranks"]
-    if not launched.elsewhere or (ranks is not None and ranks <= launched.local_size):
-        return None
-    from slipstream.server.engine_link.cluster.address import leader_address
-    from slipstream.server.engine_link.cluster.key import read_cluster_key
-    from slipstream.server.engine_link.cluster.leader import ClusterOptions
-
-    try:
-        key = read_cluster_key(given["cluster-key"])
-        return ClusterOptions(launched, leader_address(launched), key, given["rank-wait-secs"])
-    except ValueError as error:
-        raise CommandError(str(error)) from error
-
-
-def _run_host(given: FlagValues, cluster: ClusterOptions) -> int:
-    """Start ranks for rank 0 on this machine, until it ends."""
-    from slipstream.server.engine_link.cluster.host import RankHost
-    from slipstream.server.engine_link.cluster.live_probe import answer_live_probe
-
-    if cluster.launched.launcher == "LeaderWorkerSet" and given["allow-http"]:
-        try:
-            answer_live_probe(given["http-address"], given["http-port"])
-        except OSError as error:
-            raise CommandError(f"--http-port {given['http-port']}: {error.strerror}") from error
-    return RankHost(cluster).run()
-
-
-def _serve(given: FlagValues, launched: Launched, cluster: ClusterOptions | None) -> int:
+def _serve(given: FlagValues, started: Started) -> int:
     from slipstream.server.lifecycle import ModelsFailed, StartFailed, run_server
 
-    options = replace(server_options(given, launched), cluster=cluster)
+    options = server_options(given, started)
     try:
         configure_log(
             file=given["log-file"],
@@ -187,15 +147,7 @@ def _serve(given: FlagValues, launched: Launched, cluster: ClusterOptions | None
     if given.ignored:
         names = ", ".join(f"--{name}" for name in given.ignored)
         logger.info("accepted for compatibility, without effect: %s", names)
-    if launched.elsewhere > 0 and cluster is None:
-        logger.warning(
-            "%s started %d of %d processes on other machines, which are not used: --ranks=%d fits "
-            "on this one",
-            launched.launcher,
-            launched.elsewhere,
-            launched.size,
-            given["ranks"],
-        )
+    started.warn_of_unused(given["ranks"])
     try:
         return run_server(options)
     except ModelsFailed as error:
@@ -208,7 +160,7 @@ def _serve(given: FlagValues, launched: Launched, cluster: ClusterOptions | None
     return 1
 
 
-def server_options(given: FlagValues, launched: Launched = Launched()) -> Any:
+def server_options(given: FlagValues, started: Started = Started()) -> Any:
     from slipstream.server.options import Port, ServerOptions
 
     tracing = trace_settings(given)
@@ -226,7 +178,8 @@ def server_options(given: FlagValues, launched: Launched = Launched()) -> Any:
         load_models=tuple(given["load-model"]),
         poll_seconds=max(1.0, given["repository-poll-secs"]),
         frontends=_frontends(given["frontends"]),
-        engine_settings=_engine_settings(given["replicas"], given["ranks"], launched),
+        engine_settings=_engine_settings(given["replicas"], given["ranks"], started),
+        cluster=started.cluster,
         strict_readiness=given["strict-readiness"],
         exit_on_error=given["exit-on-error"],
         exit_timeout_seconds=given["exit-timeout-secs"],
@@ -260,15 +213,13 @@ def _frontends(text: str) -> int:
         raise FlagError(f"--frontends {error}") from error
 
 
-def _engine_settings(replicas: int | None, ranks: int | None, launched: Launched) -> dict[str, Any]:
-    settings = {}
+def _engine_settings(replicas: int | None, ranks: int | None, started: Started) -> dict[str, Any]:
+    settings = started.wanted_ranks(ranks)
     for name, value in (("replicas", replicas), ("ranks", ranks)):
         if value is not None:
             if value < 1:
                 raise FlagError(f"--{name} must be at least 1, not {value}")
             settings[name] = value
-    if ranks is None and launched.local_size > 1:
-        settings["wanted_ranks"] = launched.local_size
     return settings
 
 

@@ -15,7 +15,7 @@ from slipstream.cli.doctor.ports import ports
 from slipstream.cli.doctor.ranks import ranks
 from slipstream.cli.doctor.report import Finding, Report, Section, hide_in_variable, hider, is_proxy
 from slipstream.repository.check import check_repository
-from slipstream.repository.known import DEFAULT_REPOSITORY
+from slipstream.repository.used_repositories import DEFAULT_REPOSITORY
 from slipstream.server.engine_link.launched import (
     LAUNCHERS,
     RANK_VARIABLES,

@@ -14,7 +14,8 @@ from slipstream.cli.interrupts import INTERRUPTED, end_with_the_command
 from slipstream.cli.log import log, program
 from slipstream.cli.models.list_models import log_repository
 from slipstream.cli.models.repository_option import add_repository, repository_folder
-from slipstream.cli.progress import ProgressLines, size_text
+from slipstream.cli.progress import ProgressLines
+from slipstream.progress import size_text
 from slipstream.repository.collection import (
     UserModel,
     list_models,
@@ -22,13 +23,13 @@ from slipstream.repository.collection import (
     remove_former_engines,
     set_engine_parameter,
 )
-from slipstream.repository.known import DEFAULT_REPOSITORY, remember_repository
 from slipstream.repository.templates import (
     FIXED_NAMES,
     RepositoryExists,
     check_free,
     write_repository,
 )
+from slipstream.repository.used_repositories import DEFAULT_REPOSITORY, remember_repository
 from slipstream.weights.cache.engines import cached_engine, describe_engine, type_name
 from slipstream.weights.cache.locks import locked
 from slipstream.weights.engine_config import EngineFolderError, read_engine_config

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slipstream.cli.arguments import CommandError, Parser, add_verbose
 from slipstream.cli.log import log, program
-from slipstream.cli.models.found import find_all, table_lines
+from slipstream.cli.models.inventory import find_all, table_lines
 from slipstream.cli.models.repository_option import add_repository, repository_folder
 
 

@@ -11,7 +11,7 @@ from slipstream.cli.models.downloads import (
     remove_unused_downloads,
     unused_downloads,
 )
-from slipstream.cli.progress import size_text
+from slipstream.progress import size_text
 from slipstream.repository.collection import is_needed
 from slipstream.weights.cache.engines import list_engines, remove_engine, remove_remains
 

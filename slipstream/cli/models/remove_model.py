@@ -10,13 +10,13 @@ from pathlib import Path
 from slipstream.cli.arguments import CommandError, Parser, add_verbose
 from slipstream.cli.log import log, program
 from slipstream.cli.models.downloads import remove_unused_downloads
-from slipstream.cli.models.found import FoundModel, add_model_name, find_one, given_name
+from slipstream.cli.models.inventory import FoundModel, add_model_name, find_one, given_name
 from slipstream.cli.models.list_models import log_repository
 from slipstream.cli.models.repository_option import add_repository, repository_folder
-from slipstream.cli.progress import size_text
+from slipstream.progress import size_text
 from slipstream.repository.collection import UserModel, list_models, remove_model, users_of
 from slipstream.repository.config import CONFIG_NAME
-from slipstream.repository.known import remember_repository, served_repositories
+from slipstream.repository.used_repositories import remember_repository, served_repositories
 from slipstream.weights.cache.engines import describe_engine, is_cached, remove_engine
 from slipstream.weights.cache.locks import locked
 
@@ -77,7 +77,10 @@ def _remove_cached(repository: Path, name: str) -> list[Path]:
     try:
         found = find_one(repository, name)
     except CommandError as error:
-        raise CommandError(f"No model folder exists at {repository / name}: {error}") from error
+        if program() == "triton":  # scripts look for this text
+            text = f"No model folder exists at {repository / name}: {error}"
+            raise CommandError(text) from error
+        raise
     assert found.engine is not None, "only engines are found outside the repository"
     _remove_served(found)
     return [found.engine.path]

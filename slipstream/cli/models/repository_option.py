@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.cli.arguments import Parser
-from slipstream.repository.known import DEFAULT_REPOSITORY
+from slipstream.repository.used_repositories import DEFAULT_REPOSITORY
 from slipstream.weights.home import expand_home
 
 REPOSITORY_OPTIONS = ("--repo", "--model-repository", "--model-store")

@@ -28,7 +28,7 @@ from slipstream.cli.log import log
 from slipstream.cli.models.served_model import find_model_to_serve, prepare_repository
 from slipstream.repository.config import CONFIG_NAME
 from slipstream.server.engine_link.child import API_KEY_VARIABLE, child_environment
-from slipstream.server.log.parent import die_with
+from slipstream.server.log.parent_death import die_with
 
 _HTTP = re.compile(r"Started HTTPService at (\S+:\d+)")
 _LOOK_SECONDS = 0.05  # between two looks at the server's log
@@ -43,7 +43,8 @@ def create_parser() -> Parser:
         "slipstream run",
         "Fetch a model, serve it and chat with it, in one terminal. The server ends with the chat. "
         "Until then other clients can use it. With the flags of TensorRT-LLM's run.py, such as "
-        "--max_output_len and --engine_dir: complete prompts without a server, as that script.",
+        "--max_output_len and --engine_dir: complete prompts without a server, as that script. The "
+        "options of `slipstream start` for engines work here, too: see --help-all.",
     )
     parser.add_argument(
         "model",
@@ -60,7 +61,7 @@ def create_parser() -> Parser:
         metavar="PORT",
         help="Port for HTTP; 0: any free port. gRPC and metrics take free ports.",
     )
-    add_engine_flags(parser)
+    add_engine_flags(parser, extended=True)
     return parser
 
 

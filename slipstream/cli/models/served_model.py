@@ -21,8 +21,8 @@ from slipstream.cli.log import log
 from slipstream.cli.models.import_model import build_cached
 from slipstream.repository.collection import list_models, point_to_engine, remove_former_engines
 from slipstream.repository.config import CONFIG_NAME
-from slipstream.repository.known import DEFAULT_REPOSITORY, served_repositories
 from slipstream.repository.templates import FIXED_NAMES, write_repository
+from slipstream.repository.used_repositories import DEFAULT_REPOSITORY, served_repositories
 from slipstream.server.engine_link.child import child_environment
 from slipstream.weights.cache.engines import engines_folder
 from slipstream.weights.cache.locks import locked

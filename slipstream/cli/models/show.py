@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from slipstream.cli.arguments import Parser, add_verbose
-from slipstream.cli.models.found import FoundModel, add_model_name, find_one, given_name
+from slipstream.cli.models.inventory import FoundModel, add_model_name, find_one, given_name
 from slipstream.cli.models.repository_option import add_repository, repository_folder
 from slipstream.repository.collection import users_of
 from slipstream.weights.cache.engines import CachedEngine

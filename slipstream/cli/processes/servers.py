@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.cli.models.repository_option import REPOSITORY_OPTIONS
-from slipstream.repository.known import DEFAULT_REPOSITORY
+from slipstream.repository.used_repositories import DEFAULT_REPOSITORY
+from slipstream.server.log.process_state import read_age
 from slipstream.weights.home import slipstream_home
 
 PROCESSES = Path("/proc")
@@ -55,7 +55,7 @@ def find_servers(processes: Path = PROCESSES) -> list[RunningServer]:
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
             arguments = server_arguments(words)
             if arguments is not None:
-                seconds = _age(folder)
+                seconds = read_age(folder)
                 ports = _ports(folder, sockets)
                 process = int(folder.name)
                 serves = _serves(arguments)
@@ -96,12 +96,6 @@ def _is_own(folder: Path) -> bool:
         user_home = variables.get("HOME")
         home = f"{user_home}/.cache/slipstream" if user_home else str(slipstream_home())
     return os.path.realpath(os.path.expanduser(home)) == os.path.realpath(slipstream_home())
-
-
-def _age(folder: Path) -> float:
-    fields = (folder / "stat").read_text().rpartition(")")[2].split()
-    began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
 def _ports(folder: Path, sockets: dict[str, int]) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -184,6 +185,16 @@ class BatchOutput:
         if self._file.write(line) != len(line):
             raise BatchFileError(f"{self._path}: the disk is full")
         self.done[result.custom_id] = not result.failed
+
+    def reasons(self, wanted: Collection[str]) -> Counter[str]:
+        """Return why requests have failed, by the messages of their errors, with their numbers."""
+        found: Counter[str] = Counter()
+        with self._path.open("rb") as file:
+            for line in file:
+                result = msgspec.json.decode(line, type=_ResultLine)
+                if result.error is not None and result.custom_id in wanted:
+                    found[str(msgspec.json.decode(result.error["message"]))] += 1
+        return found
 
     def close(self) -> None:
         os.fsync(self._file.fileno())

@@ -83,7 +83,6 @@ class AdapterAdmission:
             adapter_bytes=cache.used_bytes,
             adapter_loads=cache.loads,
             free_adapter_pages=cache.free_pages,
-            total_adapter_pages=cache.total_pages,
         )
 
     def check_integrity(self, live: Iterable[Request], running: Iterable[Request]) -> None:

@@ -65,7 +65,7 @@ _DTYPES = {"float16": np.float16, "float32": np.float32, "bfloat16": np.uint16}
 
 
 class AdapterError(ValueError):
-    """Why an adapter cannot be used with this model."""
+    """The reason why an adapter cannot be used with this model."""
 
 
 def linear_shapes(spec: ModelSpec) -> tuple[LinearShape, ...]:

@@ -18,7 +18,7 @@ from slipstream.engine.row_block_manager import RowBlockManager
 
 
 class BeamSample(NamedTuple):
-    """What one beam sampled."""
+    """The tokens that one beam sampled."""
 
     candidates: Candidates
     logits: bytes

@@ -33,8 +33,8 @@ NO_VOCABULARY = (
 # Characters from which a grammar is long. Most short ones take milliseconds.
 LONG_GUIDE = 8192
 # Seconds after which a request whose grammar is still being compiled fails.
-MOST_COMPILE_SECONDS = 15.0
-_TOO_SLOW = f"{FIELD}takes over {MOST_COMPILE_SECONDS:g} s to compile: make it smaller"
+MAX_COMPILE_SECONDS = 15.0
+_TOO_SLOW = f"{FIELD}takes over {MAX_COMPILE_SECONDS:g} s to compile: make it smaller"
 _THREADS = {"words": 1, "short-guides": 1, "long-guides": 2}
 
 
@@ -52,7 +52,7 @@ class _Job:
         return self.future
 
     def is_too_slow(self, now: float) -> bool:
-        return now - self.started > MOST_COMPILE_SECONDS
+        return now - self.started > MAX_COMPILE_SECONDS
 
 
 class Built(NamedTuple):

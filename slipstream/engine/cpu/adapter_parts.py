@@ -16,9 +16,17 @@ class AdapterPart:
     """Adds the output of the tokens' adapters to a linear layer's output."""
 
     def __init__(
-        self, layer: int, linear: int, x: np.ndarray, outputs: Sequence[np.ndarray]
+        self,
+        layer: int,
+        linear: int,
+        x: np.ndarray,
+        outputs: Sequence[np.ndarray],
+        scale: float = 1.0,
     ) -> None:
-        """x: [tokens, in]; outputs: the parts of the output, float32 [tokens, part] each"""
+        """x: [tokens, in]; outputs: the parts of the output, float32 [tokens, part] each; scale: of
+        what is added
+        """
+        self._scale = scale
         self._layer = layer
         self._linear = linear
         self._x = as_tensor(x)
@@ -32,7 +40,7 @@ class AdapterPart:
         added = torch.zeros(step.tokens, sum(sizes), dtype=x.dtype)
         step.adapters.add(added, x, self._layer, self._linear)
         for output, part in zip(self._outputs, added.split(sizes, dim=1), strict=True):
-            output[: step.tokens] += part
+            output[: step.tokens] += part * self._scale
 
 
 class ApplyGate:

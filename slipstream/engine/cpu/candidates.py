@@ -9,8 +9,9 @@ import numpy as np
 from slipstream.engine.sampler import Draw
 from slipstream.kernels.cpu.memory import aligned
 from slipstream.kernels.cpu.operations import Candidates as Operation
-from slipstream.kernels.cpu.operations import Context, Entry, encode
-from slipstream.kernels.cpu.operations import Draw as Field
+from slipstream.kernels.cpu.operations import Entry, encode
+from slipstream.kernels.cpu.records import Context
+from slipstream.kernels.cpu.records import Draw as Field
 from slipstream.kernels.cpu.team import Team
 from slipstream.kernels.sampling import Candidates
 

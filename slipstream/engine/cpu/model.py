@@ -3,75 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.engine.cpu.layer_weights import (
+    EmbeddingTable,
+    ExpertWeights,
+    HeadNorms,
+    LayerWeights,
+    LinearWeights,
+    MixtureWeights,
+    NormWeights,
+)
 from slipstream.engine.cpu.packed_file import PackedFile
 from slipstream.engine.cpu.weights import StoredWeights
-from slipstream.kernels.attention_rule import AttentionRule
-from slipstream.kernels.cpu.memory import round_up
-from slipstream.kernels.cpu.operations import Format, TableFormat, WeightFormat
-from slipstream.kernels.cpu.pack import Packed, interleave_halves, pack, padded_floats
+from slipstream.kernels.cpu.memory import aligned_rows, round_up
+from slipstream.kernels.cpu.operations import Format, TableFormat
+from slipstream.kernels.cpu.pack import interleave_halves, pack, padded_floats
 from slipstream.kernels.options import KernelOptions
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.kernels.stored import Weight, bfloat16_to_float32, round_to_bfloat16
+from slipstream.model.heads import attention_rule, norms_in_kernel, query_scales
 from slipstream.model.position import rotary_size, rotary_table
 from slipstream.model.spec import ModelSpec
-
-
-class NormWeights(NamedTuple):
-    weight: np.ndarray  # float32 [padded size]
-    bias: np.ndarray | None
-
-
-class LinearWeights(NamedTuple):
-    parts: tuple[Packed, ...]  # their outputs follow each other
-    bias: np.ndarray | None  # float32 [padded outputs]
-    exact: bool  # quantised weights take activations of bfloat16
-
-    @property
-    def outputs(self) -> int:
-        """Outputs, with padding."""
-        return sum(part.outputs for part in self.parts)
-
-    @property
-    def inputs(self) -> int:
-        """Inputs, with padding."""
-        return self.parts[0].inputs
-
-    @property
-    def takes(self) -> Format:
-        """The format of the activations that the weights are multiplied by."""
-        kind = self.parts[0].format
-        if kind is WeightFormat.F32:
-            return Format.F32
-        return Format.BF16 if kind is WeightFormat.BF16 or self.exact else Format.INT8
-
-
-class EmbeddingTable(NamedTuple):
-    format: TableFormat
-    address: int
-    stride: int  # bytes of 32 packed outputs, or of a row
-    kept: object  # the memory
-
-
-@dataclass
-class LayerWeights:
-    input_norm: NormWeights
-    qkv: LinearWeights
-    dense: LinearWeights
-    up: LinearWeights
-    down: LinearWeights
-    post_norm: NormWeights | None  # before the MLP; None: it takes what attention takes
-    attended_norm: NormWeights | None  # of what attention adds to the residual stream
-    mlp_norm: NormWeights | None
-    q_norm: np.ndarray | None
-    k_norm: np.ndarray | None
-    theta: float | None
-    rule: AttentionRule = field(default_factory=lambda: AttentionRule(1.0))
 
 
 class CpuModel:
@@ -104,9 +60,13 @@ class CpuModel:
         self.format = Format.F32 if dtype == "float32" else Format.BF16
         self._source = StoredWeights(weights, dtype, packed)
         self.width = round_up(spec.hidden_size, 32)
+        self.states_width = round_up(spec.embedding_width, 32)  # of what the head takes
         # rounded as the model was trained with it, in the type of its embedding
         self.embedding_scale = self._rounded(spec.embedding_scale)
         self._take_positions(positions)
+        self._take_projections()
+        self.embedding_norm = self._norm("transformer.ln_embed") if spec.embedding_norm else None
+        self.slopes = self._slopes()
         self.layers = [self._layer(index) for index in range(spec.layers)]
         self.final_norm = self._norm("transformer.ln_f") if spec.final_norm else None
         self._take_head()
@@ -129,46 +89,135 @@ class CpuModel:
             shape = (spec.max_positions, spec.hidden_size)
             name = "transformer.position_embedding.weight"
             self.learned_positions = self._source.floats(name, shape, rounded=True)
-            return
+        self.query_scales: np.ndarray | None = None
+        if spec.query_scaling is not None:
+            self.query_scales = query_scales(spec.query_scaling, positions)
         half = rotary_size(spec) // 2
-        for theta in {spec.theta_of_layer(index) for index in range(spec.layers)}:
+        rotated = filter(spec.rotates_layer, range(spec.layers))
+        for theta in {spec.theta_of_layer(index) for index in rotated}:
             cosine, signed_sine = rotary_table(spec, positions, theta)
             self.rope[theta] = (
                 np.ascontiguousarray(cosine[:, :half]),
                 np.ascontiguousarray(signed_sine[:, half:]),
             )
 
+    def _take_projections(self) -> None:
+        """Take the linear layers between embeddings and layers of another size."""
+        spec = self.spec
+        self.project_in: LinearWeights | None = None
+        self.project_out: LinearWeights | None = None
+        if spec.embedding_size:
+            into = self._source.floats(
+                "transformer.project_in.weight", (spec.hidden_size, spec.embedding_size)
+            )
+            self.project_in = LinearWeights((pack(into),), None, self.exact)
+            name = "transformer.project_out"
+            self.project_out = self._linear(name, spec.embedding_size, spec.hidden_size, False)
+
+    def _slopes(self) -> np.ndarray | None:
+        """Return the slopes of the position biases, float32 [heads]."""
+        slopes = attention_rule(self.spec, 0, self.ranks).slopes
+        if slopes is None:
+            return None
+        by_head = np.array(slopes.by_head, dtype=np.float32)
+        return bfloat16_to_float32(round_to_bfloat16(by_head)) if slopes.rounded else by_head
+
     def _layer(self, index: int) -> LayerWeights:
         spec = self.spec
         name = f"transformer.layers.{index}"
-        gated = spec.gated_mlp
-        rows = 2 * spec.ffn_size if gated else spec.ffn_size
         attended_norm = mlp_norm = post_norm = None
         if spec.output_norms:
             attended_norm = self._norm(f"{name}.post_layernorm")
             mlp_norm = self._norm(f"{name}.post_feedforward_layernorm")
-        if not spec.shared_norm:
+        if not spec.shared_norm and spec.input_norms:
             between = "pre_feedforward_layernorm" if spec.output_norms else "post_layernorm"
             post_norm = self._norm(f"{name}.{between}")
         qkv = f"{name}.attention.qkv"
         dense = f"{name}.attention.dense"
-        up = f"{name}.mlp.{'gate_up' if gated else 'fc'}"
-        down = f"{name}.mlp.proj"
-        scale = spec.attention_scale or spec.head_size**-0.5
+        has_experts = spec.experts_of_layer(index) is not None
+        in_rope = norms_in_kernel(spec, index)
         return LayerWeights(
-            input_norm=self._norm(f"{name}.input_layernorm"),
+            input_norm=self._norm(f"{name}.input_layernorm") if spec.input_norms else None,
             qkv=self._linear(qkv, spec.qkv_size, spec.hidden_size, spec.qkv_bias),
             dense=self._linear(dense, spec.hidden_size, spec.q_size, spec.o_proj_bias),
-            up=self._linear(up, rows, spec.hidden_size, spec.mlp_bias, gated),
-            down=self._linear(down, spec.hidden_size, spec.ffn_size, spec.mlp_bias),
+            up=None if has_experts else self._up(f"{name}.mlp"),
+            down=None if has_experts else self._down(f"{name}.mlp"),
+            mixture=self._mixture(f"{name}.mlp") if has_experts else None,
             post_norm=post_norm,
             attended_norm=attended_norm,
             mlp_norm=mlp_norm,
-            q_norm=self._head_norm(f"{name}.attention.q_layernorm"),
-            k_norm=self._head_norm(f"{name}.attention.k_layernorm"),
+            q_norm=self._head_norm(f"{name}.attention.q_layernorm") if in_rope else None,
+            k_norm=self._head_norm(f"{name}.attention.k_layernorm") if in_rope else None,
+            head_norms=self._head_norms(index, f"{name}.attention"),
+            query_scales=self.query_scales if spec.scales_queries(index) else None,
+            sink_logits=self._sink_logits(f"{name}.attention"),
+            rotates=spec.rotates_layer(index),
             theta=spec.theta_of_layer(index),
-            rule=AttentionRule(scale, spec.window_of_layer(index), softcap=spec.attention_softcap),
+            rule=attention_rule(spec, index, self.ranks),
         )
+
+    def _up(self, name: str) -> LinearWeights:
+        spec = self.spec
+        gated = spec.gated_mlp
+        rows = 2 * spec.ffn_size if gated else spec.ffn_size
+        own = f"{name}.{'gate_up' if gated else 'fc'}"
+        return self._linear(own, rows, spec.hidden_size, spec.mlp_bias, gated)
+
+    def _down(self, name: str) -> LinearWeights:
+        spec = self.spec
+        return self._linear(f"{name}.proj", spec.hidden_size, spec.ffn_size, spec.mlp_bias)
+
+    def _mixture(self, name: str) -> MixtureWeights:
+        spec = self.spec
+        experts = spec.experts
+        assert experts is not None
+        hidden = spec.hidden_size
+        size = experts.ffn_size
+        held = experts.held_by(self.ranks.rank, self.ranks.size)
+        mixture = MixtureWeights(
+            router=self._router(f"{name}.router"),
+            up=self._experts(f"{name}.experts.gate_up", len(held), 2 * size, hidden, True),
+            down=self._experts(f"{name}.experts.proj", len(held), hidden, size, False),
+            held=held,
+            shared_up=None,
+            shared_down=None,
+            shared_router=None,
+        )
+        size = experts.shared_ffn_size
+        if size:
+            up = f"{name}.shared.gate_up"
+            mixture.shared_up = self._linear(up, 2 * size, hidden, False, gated=True)
+            mixture.shared_down = self._linear(f"{name}.shared.proj", hidden, size, False)
+        if size and experts.shared_router:
+            mixture.shared_router = self._linear(f"{name}.shared_share", 1, hidden, False)
+        return mixture
+
+    def _router(self, name: str) -> LinearWeights:
+        experts = self.spec.experts
+        assert experts is not None
+        if not experts.exact_router:
+            return self._linear(name, experts.count, self.spec.hidden_size, experts.biases)
+        shape = (experts.count, self.spec.hidden_size)
+        packed = pack(self._source.floats(f"{name}.weight", shape))
+        bias: np.ndarray | None = None
+        if experts.biases:
+            found = self._source.floats(f"{name}.bias", (experts.count,))
+            bias = padded_floats(found, packed.outputs)
+        return LinearWeights((packed,), bias, self.exact)
+
+    def _experts(
+        self, name: str, count: int, outputs: int, inputs: int, gated: bool
+    ) -> ExpertWeights:
+        assert self.spec.experts is not None
+        packed = self._source.matrices(name, count, outputs, inputs, gated)
+        biases: np.ndarray | None = None
+        if self.spec.experts.biases:
+            found = self._source.floats(f"{name}.bias", (count * outputs,), rounded=True)
+            rows = found.reshape(count, outputs)
+            rows = np.stack([interleave_halves(row) for row in rows]) if gated else rows
+            biases = aligned_rows(count, packed[0].outputs, np.float32)
+            biases[:, : rows.shape[1]] = rows
+        return ExpertWeights(packed, biases, self.exact)
 
     def _take_head(self) -> None:
         """Take the output layer and the table of embeddings, which may be the same weights."""
@@ -182,10 +231,10 @@ class CpuModel:
             self._divide_tied_head()
             return
         name = "lm_head" if own else "transformer.vocab_embedding"
-        parts = self._source.matrix(name, len(self.vocabulary), spec.hidden_size)
+        parts = self._source.matrix(name, len(self.vocabulary), spec.embedding_width)
         bias = self._head_bias(sum(part.outputs for part in parts))
         self.head = LinearWeights(parts, bias, self.exact)
-        shape = (spec.vocab_size, spec.hidden_size)
+        shape = (spec.vocab_size, spec.embedding_width)
         if in_blocks:
             parts = self._source.matrix("transformer.vocab_embedding", *shape)
             own = False
@@ -205,7 +254,7 @@ class CpuModel:
 
     def _take_embedding(self) -> np.ndarray:
         """Take the embedding as rows, and return them."""
-        shape = (self.spec.vocab_size, self.spec.hidden_size)
+        shape = (self.spec.vocab_size, self.spec.embedding_width)
         rows = self._source.rows("transformer.vocab_embedding.weight", shape)
         is_float = rows.dtype == np.float32
         kind = TableFormat.F32_ROWS if is_float else TableFormat.BF16_ROWS
@@ -233,17 +282,46 @@ class CpuModel:
 
     def _norm(self, name: str) -> NormWeights:
         spec = self.spec
+        if not spec.norm_weights:
+            ones = np.ones(spec.hidden_size, dtype=np.float32)
+            return NormWeights(padded_floats(ones, self.width), None)
         weight = self._vector(f"{name}.weight") + spec.norm_offset
         bias: np.ndarray | None = None
-        if spec.norm == "layer":
+        if spec.norm == "layer" and spec.norm_bias:
             bias = padded_floats(self._vector(f"{name}.bias"), self.width)
         return NormWeights(padded_floats(weight, self.width), bias)
 
-    def _head_norm(self, name: str) -> np.ndarray | None:
-        if not self.spec.qk_norm:
+    def _head_norm(self, name: str) -> np.ndarray:
+        """Return the weights of an RMS norm of each head: float32 [head_size]."""
+        spec = self.spec
+        if spec.qk_norm_kind == "plain":
+            return padded_floats(np.ones(spec.head_size, dtype=np.float32), spec.head_size)
+        weight = self._source.floats(f"{name}.weight", (spec.head_size,))
+        return padded_floats(weight + spec.norm_offset, spec.head_size)
+
+    def _head_norms(self, index: int, name: str) -> HeadNorms | None:
+        spec = self.spec
+        if not spec.normalises_qk(index) or norms_in_kernel(spec, index):
             return None
-        weight = self._source.floats(f"{name}.weight", (self.spec.head_size,))
-        return padded_floats(weight + self.spec.norm_offset, self.spec.head_size)
+        found: list[np.ndarray] = []
+        biases: list[np.ndarray | None] = []
+        sizes = zip(spec.qk_norm_sizes, (spec.q_size, spec.kv_size), strict=True)
+        for letter, (stored, size) in zip("qk", sizes, strict=True):
+            weight = np.ones(stored, dtype=np.float32)
+            if spec.qk_norm_kind != "plain":
+                weight = self._source.floats(f"{name}.{letter}_layernorm.weight", (stored,))
+                weight = weight + spec.norm_offset
+            found.append(np.tile(weight, size // stored))
+            biases.append(None)
+            if spec.qk_norm_bias:
+                bias = self._source.floats(f"{name}.{letter}_layernorm.bias", (stored,))
+                biases[-1] = np.tile(bias, size // stored)
+        return HeadNorms(found[0], biases[0], found[1], biases[1], spec.qk_norm_kind == "all")
+
+    def _sink_logits(self, name: str) -> np.ndarray | None:
+        if not self.spec.sink_logits:
+            return None
+        return self._source.floats(f"{name}.sinks.weight", (self.spec.heads,)).copy()
 
     def _vector(self, name: str) -> np.ndarray:
         return self._source.floats(name, (self.spec.hidden_size,))
@@ -263,8 +341,29 @@ class CpuModel:
 
     @property
     def middle_width(self) -> int:
-        """Elements of a row between the two linear layers of the MLP, with padding."""
-        return self.layers[0].down.inputs
+        """Elements of a row between the two linear layers of the widest MLP that all tokens take,
+        with padding.
+        """
+        found = 32
+        for layer in self.layers:
+            downs = [layer.down]
+            if layer.mixture is not None:
+                downs.append(layer.mixture.shared_down)
+            found = max(found, *(0 if down is None else down.inputs for down in downs))
+        return found
+
+    @property
+    def expert_width(self) -> int:
+        """Elements of a row between the two linear layers of an expert, with padding."""
+        mixtures = [layer.mixture for layer in self.layers if layer.mixture is not None]
+        return max((mixture.down.inputs for mixture in mixtures), default=0)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The sizes of the rows that operations handle."""
+        spec = self.spec
+        heads = (spec.q_size, spec.qkv_size)
+        return (self.width, self.states_width, self.middle_width, self.expert_width, *heads)
 
     @property
     def half(self) -> int:

@@ -31,7 +31,7 @@ import numpy as np
 
 from slipstream.engine.memory.cores import usable_cores
 from slipstream.kernels import blocks
-from slipstream.kernels.cpu import layout, levels, pack, pack_levels
+from slipstream.kernels.cpu import layout, pack, pack_levels, quantised_layouts
 from slipstream.kernels.cpu.memory import aligned, round_up
 from slipstream.kernels.cpu.operations import WeightFormat
 from slipstream.kernels.cpu.pack import Packed
@@ -50,7 +50,7 @@ def _layout_hash() -> str:
     from slipstream.engine.cpu import weights
 
     digest = hashlib.sha256()
-    for module in (blocks, layout, levels, pack, pack_levels, weights):
+    for module in (blocks, layout, quantised_layouts, pack, pack_levels, weights):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slipstream.engine.cpu.support import unsupported
 from slipstream.kernels.cpu import machine
-from slipstream.kernels.cpu.compiler.levels import Level
+from slipstream.kernels.cpu.compiler.instruction_levels import Level
 from slipstream.model.spec import ModelSpec
 
 COMPILED_DTYPE = "bfloat16"  # the default number format of compiled code, on every CPU

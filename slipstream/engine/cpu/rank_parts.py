@@ -4,6 +4,8 @@ are computed here but the sums.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -17,11 +19,18 @@ class SumPart:
     """Sums the outputs of a linear layer whose inputs are divided among the ranks."""
 
     def __init__(
-        self, ranks: Ranks, delta: np.ndarray, hidden: np.ndarray | None, samples: bool
+        self,
+        ranks: Ranks,
+        delta: np.ndarray,
+        hidden: np.ndarray | None,
+        samples: bool,
+        scale: float = 1.0,
     ) -> None:
         """delta: float32 [tokens, width], this rank's output, and then the sum; hidden: the
-        residual stream, if the sum is added to it; samples: the rows are the step's samples
+        residual stream, if the sum times scale is added to it; samples: the rows are the step's
+        samples
         """
+        self._scale = scale
         self._ranks = ranks
         self._delta = as_tensor(delta)
         self._hidden = None if hidden is None else as_tensor(hidden)
@@ -35,9 +44,38 @@ class SumPart:
         own = self._delta[:rows]
         total = self._ranks.sum(own)
         if self._hidden is not None:
-            self._hidden[:rows] += total
+            self._hidden[:rows].add_(total, alpha=self._scale)
         elif total.data_ptr() != own.data_ptr():
             own.copy_(total)
+
+
+class HeadNormPart:
+    """Normalises queries and keys over the heads of all ranks, with RMS norms, in place.
+
+    All ranks have the same number of heads, so the mean of their means is that of all heads. A KV
+    head that several ranks hold counts as often as every other one.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        heads: Sequence[np.ndarray],
+        weights: Sequence[np.ndarray],
+        epsilon: float,
+    ) -> None:
+        """heads: queries and keys, float32 [tokens, size] each; weights: float32 [size] each"""
+        self._ranks = ranks
+        self._heads = [as_tensor(part) for part in heads]
+        self._weights = [as_tensor(weight) for weight in weights]
+        self._epsilon = epsilon
+
+    @torch.inference_mode()
+    def __call__(self, step: StepParts) -> None:
+        parts = [part[: step.tokens] for part in self._heads]
+        own = torch.stack([part.square().mean(dim=1) for part in parts])
+        means = self._ranks.sum(own) / self._ranks.size
+        for part, mean, weight in zip(parts, means, self._weights, strict=True):
+            part.mul_(torch.rsqrt(mean + self._epsilon)[:, None]).mul_(weight)
 
 
 @torch.inference_mode()

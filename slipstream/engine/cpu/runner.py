@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slipstream.engine import pooling, sampler, scores
+from slipstream.engine.cpu.buffers import Buffers, Cache
 from slipstream.engine.cpu.candidates import CandidateFinder
 from slipstream.engine.cpu.model import CpuModel
-from slipstream.engine.cpu.program import Buffers, Cache, ProgramWriter
+from slipstream.engine.cpu.program import ProgramWriter
 from slipstream.engine.cpu.step_parts import Segment, StepParts
 from slipstream.engine.handle import Handle
 from slipstream.engine.plan import StepPlan, sampling_places
@@ -19,7 +20,8 @@ from slipstream.kernels.attention_rule import cache_shape
 from slipstream.kernels.cpu.layout import CHUNK, PART_FLOATS, TILE_LANES
 from slipstream.kernels.cpu.memory import aligned, sparse
 from slipstream.kernels.cpu.objects import Code
-from slipstream.kernels.cpu.operations import Context, Format
+from slipstream.kernels.cpu.operations import Format
+from slipstream.kernels.cpu.records import Context
 from slipstream.kernels.cpu.team import Team
 
 if TYPE_CHECKING:  # torch is loaded with the first adapter, or for a host cache
@@ -113,13 +115,7 @@ class CpuRunner:
         if self.adapters is None:
             return None
         pages = [self.rows.pages[row] for row in plan.rows]
-        if not any(pages):
-            return None
-        from slipstream.kernels.adapters import CpuStepAdapters
-
-        return CpuStepAdapters(
-            self.adapters, pages, plan.counts, batch_invariant=self.model.options.deterministic
-        )
+        return self.adapters.on_cpu(pages, plan.counts, self.model.options.deterministic)
 
     def close(self) -> None:
         """End the threads."""
@@ -165,7 +161,7 @@ class Steps:
     def __init__(self, model: CpuModel, code: Code, threads: int, cache: np.ndarray) -> None:
         self._model = model
         self._cache = Cache(int(cache.ctypes.data), *cache.strides[:3])
-        widest = max(model.width, model.middle_width, model.spec.q_size, model.spec.qkv_size)
+        widest = max(model.widths)
         self.team = Team(code, threads, 4 * widest + 256)
         self._context = aligned(8 * Context.SIZE).view(np.int64)
         # what the context points to: kept until the next step
@@ -331,7 +327,7 @@ class Steps:
     def states(self, first: int, count: int) -> np.ndarray:
         """Return final states of a step, from the sample `first` on: float32 [count, hidden]."""
         states = self._buffers.float_states[first : first + count]
-        return states[:, : self._model.spec.hidden_size].copy()
+        return states[:, : self._model.spec.embedding_width].copy()
 
     def likeliest(self, rows: int) -> LikeliestTokens:
         """Return the likeliest token of the first rows with logits."""

@@ -20,6 +20,7 @@ from slipstream.kernels.stored import (
     StoredArray,
     Weight,
     bfloat16_to_float32,
+    check_all_taken,
     round_to_bfloat16,
     shape_of,
     to_bfloat16,
@@ -94,6 +95,26 @@ class StoredWeights:
         self._take(f"{name}.weight", None)
         return found
 
+    def matrices(
+        self, name: str, count: int, outputs: int, inputs: int, gated: bool = False
+    ) -> tuple[Packed, ...]:
+        """Return `count` matrices whose rows follow each other in `name`.weight, packed alike."""
+        for kind in ("weight", "scales"):
+            whole = self._left.get(f"{name}.{kind}")
+            if whole is None or shape_of(whole)[0] != count * outputs:
+                continue
+            del self._left[f"{name}.{kind}"]
+            for index in range(count):
+                rows = _take_rows(whole, index * outputs, (index + 1) * outputs)
+                self._left[f"{name}.{index}.{kind}"] = rows
+        found = []
+        for index in range(count):
+            parts = self.matrix(f"{name}.{index}", outputs, inputs, gated)
+            if len(parts) > 1:
+                raise ValueError(f"{name}.weight: an expert has parts of several formats")
+            found.append(parts[0])
+        return tuple(found)
+
     def _pack(self, name: str, shape: tuple[int, int], gated: bool) -> tuple[Packed, ...]:
         scales = self._left.pop(f"{name}.scales", None)
         if scales is not None:
@@ -128,13 +149,7 @@ class StoredWeights:
 
     def close(self) -> None:
         """Raise an error that lists the missing and the unused tensors, if there are any."""
-        problems = []
-        if self._missing:
-            problems.append(f"missing tensors: {_some(self._missing)}")
-        if self._left:
-            problems.append(f"unknown tensors: {_some(sorted(self._left))}")
-        if problems:
-            raise ValueError("; ".join(problems))
+        check_all_taken(self._missing, self._left)
         if self._file is not None:
             self._file.finish()
 
@@ -190,6 +205,12 @@ def expand_rows(rows: QuantisedRows) -> np.ndarray:
     return by_group.reshape(len(by_group), -1)
 
 
+def _take_rows(weight: Weight, first: int, last: int) -> Weight:
+    if isinstance(weight, BlockMatrix):
+        return weight.take([(first, last)])
+    return weight._replace(array=weight.array[first:last])
+
+
 def _pack_blocks(matrix: BlockMatrix, gated: bool) -> tuple[Packed, ...] | None:
     """Return a matrix in blocks, packed as it is; None if compiled code lacks one of its formats,
     or a part does not fill the outputs that are packed together.
@@ -224,8 +245,3 @@ def _join(parts: tuple[BlockRows, ...]) -> QuantisedRows | None:
         np.concatenate([one.scales for one in rows]),
         np.concatenate(offsets) if offsets else None,
     )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:6])
-    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

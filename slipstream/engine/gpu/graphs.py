@@ -8,6 +8,7 @@ only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,7 +102,7 @@ class DecodeBuffers:
 
 
 class DecodeOutputs(NamedTuple):
-    """What a decode step leaves in static memory."""
+    """The outputs of a decode step, in static memory."""
 
     logits: Tensor  # [rows, vocab]
     drawn: Drawn  # the tokens of the rows, which are already written to them
@@ -134,22 +135,26 @@ def record(run: Callable[[], Any], tokens: int, pool: Any) -> tuple[torch.cuda.C
     return graph, result
 
 
+@dataclass(frozen=True, slots=True)
+class GraphContext:
+    """The model and the memory that captured steps use. It lives as long as the graphs."""
+
+    model: Transformer
+    cache: Tensor
+    rows: Rows
+    block_tokens: int
+    resident_ctas: ResidentCtas
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.rows.tokens.device
+        return device
+
+
 class DecodeGraphs:
-    def __init__(
-        self,
-        model: Transformer,
-        cache: Tensor,
-        rows: Rows,
-        sampling: SamplingRows,
-        block_tokens: int,
-        resident_ctas: ResidentCtas,
-    ) -> None:
-        self.model = model
-        self.cache = cache
-        self.rows = rows
-        self.sampling = sampling
-        self.block_tokens = block_tokens
-        self.resident_ctas = resident_ctas
+    def __init__(self, context: GraphContext, sampling: SamplingRows) -> None:
+        self._context = context
+        self._sampling = sampling
         self._graphs: dict[int, CapturedDecode] = {}
         # graphs with adapters, captured when first needed
         self._adapter_graphs: dict[int, CapturedDecode] = {}
@@ -159,8 +164,8 @@ class DecodeGraphs:
 
     def capture(self, largest: int, progress: Callable[[int], None], logit_rows: int = 0) -> None:
         """Capture steps of up to `largest` rows. logit_rows: rows of logits that others need"""
-        shape = (max(largest, logit_rows), self.model.spec.vocab_size)
-        self.logits = torch.empty(shape, dtype=torch.float32, device=self.rows.tokens.device)
+        shape = (max(largest, logit_rows), self._context.model.spec.vocab_size)
+        self.logits = torch.empty(shape, dtype=torch.float32, device=self._context.device)
         # The largest comes first: the others fit into its memory.
         for done, size in enumerate(reversed(batch_sizes(largest))):
             self._graphs[size] = self._capture(size)
@@ -206,22 +211,28 @@ class DecodeGraphs:
         return CapturedDecode(graph, buffers, added, outputs)
 
     def _buffers(self, size: int) -> DecodeBuffers:
-        kv_heads = self.model.spec.kv_heads
+        context = self._context
         buffers = DecodeBuffers(
-            size, kv_heads, self.resident_ctas, self.rows.padding_row, self.rows.tokens.device
+            size,
+            context.model.spec.kv_heads,
+            context.resident_ctas,
+            context.rows.padding_row,
+            context.device,
         )
         buffers.fill([], [])
         return buffers
 
     def _run(self, buffers: DecodeBuffers, adapters: GpuStepAdapters | None) -> DecodeOutputs:
+        context = self._context
+        rows = context.rows
         ids, slots = step_inputs(
-            buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens
+            buffers.rows, buffers.positions, rows.tokens, rows.tables, context.block_tokens
         )
-        invariant = self.model.options.deterministic
+        invariant = context.model.options.deterministic
         attention = GpuAttention(
-            self.rows.tables,
-            self.block_tokens,
-            self.resident_ctas,
+            rows.tables,
+            context.block_tokens,
+            context.resident_ctas,
             buffers.size,
             None if invariant else buffers.plan,
             single_tokens(buffers.rows, buffers.positions) if invariant else None,
@@ -236,8 +247,8 @@ class DecodeGraphs:
             adapters=adapters,
             logits=None if self.logits is None else self.logits[: buffers.size],
         )
-        logits = self.model(step, self.cache)
+        logits = context.model(step, context.cache)
         logits = logits.float()  # no copy of float32
-        drawn = self.sampling.sample(logits, buffers.rows, buffers.lengths, self.rows.tokens)
-        write_back(buffers.rows, buffers.lengths, drawn.tokens, self.rows.tokens)
+        drawn = self._sampling.sample(logits, buffers.rows, buffers.lengths, rows.tokens)
+        write_back(buffers.rows, buffers.lengths, drawn.tokens, rows.tokens)
         return DecodeOutputs(logits, drawn)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine.gpu.graphs import record
+from slipstream.engine.gpu.graphs import GraphContext, record
 from slipstream.engine.gpu.step_arrays import (
     EMPTY,
     StaticStepArrays,
@@ -23,12 +23,11 @@ from slipstream.engine.gpu.step_arrays import (
     decode_plan,
     prefill_plan,
 )
-from slipstream.engine.rows import Rows
 from slipstream.kernels.gpu.attention import GpuAttention
 from slipstream.kernels.gpu.decode_chunks import CHUNK_FIELDS, ResidentCtas, cut_chunks, max_chunks
 from slipstream.kernels.gpu.prefill_tiles import QUERY_TILE, cut_tiles
 from slipstream.kernels.gpu.step import step_inputs
-from slipstream.model.transformer import Step, Transformer
+from slipstream.model.transformer import Step
 
 # Steps of up to this many tokens take as long as reading the weights does, so padding is free.
 _FREE_TOKENS = 256
@@ -167,19 +166,8 @@ class CapturedMixed(NamedTuple):
 
 
 class MixedGraphs:
-    def __init__(
-        self,
-        model: Transformer,
-        cache: Tensor,
-        rows: Rows,
-        block_tokens: int,
-        resident_ctas: ResidentCtas,
-    ) -> None:
-        self.model = model
-        self.cache = cache
-        self.rows = rows
-        self.block_tokens = block_tokens
-        self.resident_ctas = resident_ctas
+    def __init__(self, context: GraphContext) -> None:
+        self._context = context
         self._graphs: dict[MixedSize, CapturedMixed] = {}
         # tokens of a step that the GPU computes in the time of its launch
         self.fast_tokens = max(size.total for size in SIZES)
@@ -199,17 +187,18 @@ class MixedGraphs:
     def run_all(self) -> None:
         """Run the steps that are captured for every model."""
         for size in SIZES:
-            shape = (size.logits, self.model.spec.vocab_size)
-            logits = torch.empty(shape, dtype=torch.float32, device=self.rows.tokens.device)
+            shape = (size.logits, self._context.model.spec.vocab_size)
+            logits = torch.empty(shape, dtype=torch.float32, device=self._context.device)
             self._run(self._buffers(size), logits)
 
     def _buffers(self, size: MixedSize) -> MixedBuffers:
+        context = self._context
         buffers = MixedBuffers(
             size,
-            self.model.spec.kv_heads,
-            self.resident_ctas,
-            self.rows.padding_row,
-            self.rows.tokens.device,
+            context.model.spec.kv_heads,
+            context.resident_ctas,
+            context.rows.padding_row,
+            context.device,
         )
         nothing = np.zeros(0, dtype=np.int64)
         buffers.fill(nothing, nothing, nothing, nothing)
@@ -258,13 +247,15 @@ class MixedGraphs:
         return captured.logits[: len(logit_tokens)]
 
     def _run(self, buffers: MixedBuffers, logits: Tensor) -> Tensor:
+        context = self._context
+        rows = context.rows
         ids, slots = step_inputs(
-            buffers.rows, buffers.positions, self.rows.tokens, self.rows.tables, self.block_tokens
+            buffers.rows, buffers.positions, rows.tokens, rows.tables, context.block_tokens
         )
         attention = GpuAttention(
-            self.rows.tables,
-            self.block_tokens,
-            self.resident_ctas,
+            rows.tables,
+            context.block_tokens,
+            context.resident_ctas,
             buffers.decodes,
             buffers.decode,
             buffers.prefill,
@@ -278,4 +269,4 @@ class MixedGraphs:
             adapters=None,
             logits=logits,
         )
-        return self.model(step, self.cache)
+        return context.model(step, context.cache)

@@ -12,7 +12,7 @@ from slipstream.engine import pooling, scores
 from slipstream.engine.cache.host_cache import HostCache
 from slipstream.engine.gpu import sampler
 from slipstream.engine.gpu.device_arrays import DeviceArrays
-from slipstream.engine.gpu.graphs import DecodeGraphs, batch_sizes
+from slipstream.engine.gpu.graphs import DecodeGraphs, GraphContext, batch_sizes
 from slipstream.engine.gpu.handle import GpuHandle
 from slipstream.engine.gpu.mixed_graphs import MixedGraphs, sizes_to_capture
 from slipstream.engine.gpu.sampling_rows import SamplingRows
@@ -70,10 +70,9 @@ class GpuRunner:
         )
         self.cache = model.new_cache((total_blocks + 1) * block_tokens)  # with the null block
         self.host: HostCache | None = None  # host memory for evicted blocks
-        self.graphs = DecodeGraphs(
-            model, self.cache, self.rows, self.sampling, block_tokens, self.resident_ctas
-        )
-        self.mixed = MixedGraphs(model, self.cache, self.rows, block_tokens, self.resident_ctas)
+        context = GraphContext(model, self.cache, self.rows, block_tokens, self.resident_ctas)
+        self.graphs = DecodeGraphs(context, self.sampling)
+        self.mixed = MixedGraphs(context)
         self.adapters: AdapterPages | None = None  # None until the first adapter is loaded
         # [rows, 1 + pages]: the number of pages of a row's adapter, then the pages
         self._row_pages: Tensor | None = None
@@ -312,8 +311,8 @@ class GpuRunner:
         )
 
     def _unpacks_long_prefix(self, positions: np.ndarray, counts: np.ndarray) -> bool:
-        """Whether rows with several new tokens gain more from unpacking their long prefix first,
-        which no captured graph does.
+        """Return whether rows with several new tokens gain more from unpacking their long prefix
+        first, which no captured graph does.
         """
         return bool(positions.max(initial=0) >= LARGE_TILES_FROM) and self._unpacks(
             positions, counts

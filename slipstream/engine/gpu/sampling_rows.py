@@ -84,7 +84,7 @@ class SamplingRows:
         self._external.discard(row)
         self.reporting.discard(row)
         self.top_counts.pop(row, None)
-        if is_external(p, self.vocab):
+        if needs_torch_sampler(p, self.vocab):
             self._external.add(row)
             return np.zeros(FIELDS, dtype=np.int32)
         if p.log_probs or p.top_log_probs:
@@ -179,8 +179,8 @@ class SamplingRows:
         return Likeliest(samples, drawn.top) if samples else None
 
 
-def is_external(p: SamplingParams, vocab: int) -> bool:
-    """Return whether a row's parameters are beyond what the kernels know."""
+def needs_torch_sampler(p: SamplingParams, vocab: int) -> bool:
+    """Return whether a row's parameters are not supported by the sampling kernels."""
     draws = not p.greedy
     narrow = p.top_p < 1.0 or p.min_p > 0.0
     return bool(

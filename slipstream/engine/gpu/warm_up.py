@@ -24,7 +24,7 @@ _WARM_UP_TOKENS = 1024
 
 
 class Measured(NamedTuple):
-    """What was measured on the way."""
+    """Measurements of the warm-up."""
 
     step_bytes: int  # GPU memory of a step with the full budget
     graph_bytes: int  # GPU memory of captured steps

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from slipstream.engine.memory.host import HostMemory
 
 # The most rows of an engine: the largest batch size that is captured as a CUDA graph.
-MOST_ROWS = 4096
+MAX_ROWS = 4096
 # Memory for the activations of a full step, CUDA graphs and the workspaces of libraries, for
 # steps of up to _SPARE_STEP_TOKENS tokens.
 SPARE_BYTES = 6 * 2**30
@@ -40,7 +40,7 @@ _FEWEST_ROWS = 64
 
 
 # What decided the number of rows: the settings, the build's max_batch_size, the usual number, the
-# tokens of KV cache for each, the tokens of a step, the memory of the rows, or MOST_ROWS.
+# tokens of KV cache for each, the tokens of a step, the memory of the rows, or MAX_ROWS.
 RowBound = Literal["setting", "build", "default", "cache", "step", "memory", "engine"]
 
 
@@ -238,7 +238,7 @@ def _choose_rows(
             bounds.append(RowChoice(usual, "default"))
         bounds.append(RowChoice(max(cached, _FEWEST_ROWS), "cache"))
         bounds.append(RowChoice(max(step_tokens, _FEWEST_ROWS), "step"))
-    bounds += [RowChoice(most, "memory"), RowChoice(MOST_ROWS, "engine")]
+    bounds += [RowChoice(most, "memory"), RowChoice(MAX_ROWS, "engine")]
     lowest = min(bounds, key=lambda choice: choice.rows)
     return RowChoice(max(1, lowest.rows), lowest.bound)
 

@@ -144,11 +144,7 @@ class Runner:
         if self.adapters is None:
             return None
         pages = [self.rows.pages[row] for row in plan.rows]
-        if not any(pages):
-            return None
-        return CpuStepAdapters(
-            self.adapters, pages, plan.counts, batch_invariant=self.model.options.deterministic
-        )
+        return self.adapters.on_cpu(pages, plan.counts, self.model.options.deterministic)
 
 
 def clear_blocks(cache: Tensor, blocks: list[int], block_tokens: int) -> None:

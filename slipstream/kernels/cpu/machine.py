@@ -1,11 +1,11 @@
-"""What this machine's CPU is, and the instruction level that its code is compiled for."""
+"""This machine's CPU, and the instruction level that its code is compiled for."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from slipstream.kernels.cpu.compiler.levels import BY_NAME, Level, possible_levels
+from slipstream.kernels.cpu.compiler.instruction_levels import BY_NAME, Level, possible_levels
 
 VARIABLE = "SLIPSTREAM_CPU_CODE"
 AUTO = "auto"

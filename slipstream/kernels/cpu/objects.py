@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from slipstream.kernels.cpu.compiler.levels import Level
+from slipstream.kernels.cpu.compiler.instruction_levels import Level
 from slipstream.kernels.cpu.link import Image
 
 logger = logging.getLogger(__name__)

@@ -18,15 +18,8 @@ RECORD_FIELDS = 32
 _HEADER_FIELDS = 4
 
 
-class Header(IntEnum):
-    KIND = 0
-    BARRIER = 1  # 1: a barrier follows; 2: one follows unless the step is private
-    ALONE = 2  # 1: in a private step each thread computes all units for itself
-    ROWS = 3
-
-
 class Rows(IntEnum):
-    """Which rows of a step an operation computes."""
+    """The rows of a step that an operation computes."""
 
     TOKENS = 0
     SAMPLES = 1  # tokens whose final states are computed
@@ -34,7 +27,7 @@ class Rows(IntEnum):
 
 
 class Format(IntEnum):
-    """How rows of activations are stored. The width of a row is a multiple of 32."""
+    """The storage of rows of activations. The width of a row is a multiple of 32."""
 
     F32 = 0
     BF16 = 1
@@ -52,7 +45,7 @@ def row_bytes(kind: Format, width: int) -> int:
 
 
 class WeightFormat(IntEnum):
-    """How the weights of 32 outputs are packed; see pack.py and pack_levels.py."""
+    """The packed layout of the weights of 32 outputs; see pack.py and pack_levels.py."""
 
     F32 = 0
     BF16 = 1
@@ -64,7 +57,7 @@ class WeightFormat(IntEnum):
 
 
 class TableFormat(IntEnum):
-    """How embeddings are stored: as packed weights of these formats, or row by row."""
+    """The storage of embeddings: as packed weights of these formats, or row by row."""
 
     F32 = WeightFormat.F32
     BF16 = WeightFormat.BF16
@@ -75,70 +68,23 @@ class TableFormat(IntEnum):
     INT8_HALVES = WeightFormat.INT8_HALVES
     F32_ROWS = 8
     BF16_ROWS = 9
+    NONE = 10  # the rows are there already
 
 
 class Epilogue(IntEnum):
-    """What a linear layer does with its result."""
+    """The operation on the result of a linear layer."""
 
     STORE = 0
     ADD = 1  # to the float32 target
     GATE = 2  # activation(first 16 outputs of a block) × last 16
     ACTIVATE = 3
     SPLIT = 4  # first 16 outputs of a block to the target, last 16 to `second`
+    ADD_SCALED = 5  # as ADD, times `scale`
+    # x × sigmoid(scale × x) × (y + 1) of the halves of GATE: x at most `limit`, y from -limit on
+    CLAMPED_GATE = 6
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-
-
-class Context(IntEnum):
-    """The fields of a step's context."""
-
-    PROGRAM = 0
-    OPERATIONS = 1
-    TOKENS = 2
-    SAMPLES = 3
-    LOGITS = 4
-    PRIVATE = 5  # 1: one token, and threads repeat small work rather than wait for each other
-    TOKEN_IDS = 6  # int64 [tokens]
-    POSITIONS = 7  # int64 [tokens]
-    SLOTS = 8  # int64 [tokens]: cache slots of their keys and values
-    SAMPLE_TOKENS = 9  # int64 [samples]
-    EMBEDDINGS = 10  # int64 [tokens]: address of a given embedding, or 0; the field is 0 if none
-    SINGLES = 11  # rows of one token
-    SINGLE_LIST = 12  # int64 [singles, 3]: token, length with this token, address of its table
-    TILES = 13
-    TILE_LIST = 14  # int64 [tiles, 4]: first token, tokens, first position, address of the table
-    SPLIT = 15  # number of chunks that a single's positions are divided into; 0: not divided
-    PARTS = 16  # address of the results of chunks
-    BLOCK_TOKENS = 17
-    LOGIT_TARGET = 18  # float32 [logits, padded vocabulary]
-    SIZE = 24
-
-
-class Thread(IntEnum):
-    """The fields of a thread's record."""
-
-    INDEX = 0
-    THREADS = 1
-    TEAM = 2
-    WORK = 3  # divided operations so far
-    TILE = 4  # memory for a tile of results
-    ROW = 5  # memory for a float32 row
-    ATTENTION = 6  # memory for attention
-    COUNTER = 8  # of the units of a private operation
-    SIZE = 16
-
-
-class Team(IntEnum):
-    """Offsets in the memory that threads share, in bytes. Each has a cache line of its own."""
-
-    ARRIVED = 0
-    PHASE = 64
-    SLEEPERS = 128
-    JOB = 192  # address of the context
-    STOP = 256
-    SPINS = 320  # pauses before a waiting thread sleeps
-    COUNTERS = 384  # [4 divided operations, threads]
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
 
 
 @dataclass(frozen=True)
@@ -166,6 +112,7 @@ class Embed(Operation):
     block_bytes: int  # of 32 packed outputs, or of a row
     scale: float
     positions: int  # address of learned positions, float32 [positions, size]; 0: none
+    takes_given: int = 1  # 1: given embeddings replace those of the table
 
 
 @dataclass(frozen=True)
@@ -220,6 +167,30 @@ class Linear(Operation):
     activation: int
     second: int
     exact: int = 0  # 1: quantised weights take activations of bfloat16, not of 8 bits
+    scale: float = 1.0  # of ADD_SCALED and CLAMPED_GATE
+    limit: float = 0.0  # of CLAMPED_GATE
+
+
+@dataclass(frozen=True)
+class Heads(Operation):
+    """Change queries, keys and values in place before RoPE: bounds, norms that RoPE does not have,
+    and scales that depend on the position.
+    """
+
+    source: int  # float32 [tokens, heads + 2 kv_heads, head_size]
+    source_stride: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    clip: float  # bound of all numbers; 0: none
+    q_weight: int  # float32 [heads × head_size]; 0: no norms
+    q_bias: int  # 0: none
+    k_weight: int
+    k_bias: int
+    layer: int  # 1: layer norms
+    together: int  # 1: one norm over all heads
+    epsilon: float
+    scales: int  # factors of the queries, float32 [positions]; 0: none
 
 
 @dataclass(frozen=True)
@@ -262,6 +233,12 @@ class Attention(Operation):
     softcap: float
     window: int  # larger than any position: none
     sinks: int
+    chunk: int = 0  # positions: tokens attend within chunks of this length; 0: no chunks
+    # A score falls by the slope of the head with each position. float32 [heads]; 0: it does not
+    slopes: int = 0
+    slope_scale: float = 1.0
+    slopes_rounded: int = 0  # 1: slope × position is rounded to bfloat16
+    sink_logits: int = 0  # float32 [heads], beside the scores of a head; 0: none
 
 
 @dataclass(frozen=True)
@@ -278,6 +255,7 @@ class Merge(Operation):
     width: int
     heads: int
     head_size: int
+    sink_logits: int = 0
 
 
 @dataclass(frozen=True)
@@ -298,10 +276,13 @@ class Refine(Operation):
 
 @dataclass(frozen=True)
 class Softcap(Operation):
+    """Scale numbers, and then bound them."""
+
     source: int  # 0: the logits
     stride: int
     width: int
-    cap: float
+    cap: float  # 0: no bound
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -334,17 +315,77 @@ class Candidates(Operation):
     found: int  # float32 [rows, 4]
 
 
-class Draw(IntEnum):
-    """Fields of a draw, 32 bits each. KEY, NARROWS and ROW are whole numbers, the others floats."""
+@dataclass(frozen=True)
+class Route(Operation):
+    """Choose the experts of each token, and weigh them."""
 
-    TEMPERATURE = 0
-    KEY = 1  # of the noise
-    NARROWS = 2  # 1: candidates have COUNT tokens, or the share MASS of the probability
-    COUNT = 3
-    MASS = 4
-    BELOW = 5  # without NARROWS, candidates are at most this much below the largest
-    ROW = 6  # of the logits
-    SIZE = 8
+    logits: int  # float32 [tokens, padded experts], overwritten
+    stride: int
+    experts: int
+    per_token: int
+    sigmoid: int  # 1: weights are sigmoids of the chosen logits; 0: softmax over all
+    normalised: int  # 1: the softmax is over the chosen ones
+    scale: float  # of the weights
+    chosen: int  # int64 [tokens, per_token]
+    weights: int  # float32 [tokens, per_token]
+
+
+@dataclass(frozen=True)
+class Group(Operation):
+    """Sort the pairs of a token and one of its experts by expert: one unit."""
+
+    chosen: int
+    per_token: int
+    first: int  # the first expert that this rank holds
+    held: int  # their number; pairs of others are left out
+    counts: int  # int64 [held], for its own use
+    # int64: how many of the experts have tokens; then of each: expert, first row, rows
+    work: int
+    tokens: int  # int64 [pairs]: of each row, its pair
+    places: int  # int64 [pairs]: of each pair, its row; -1: none
+
+
+@dataclass(frozen=True)
+class Gather(Operation):
+    """Write the rows that experts take: one for each pair."""
+
+    source: int  # float32 [tokens, width]
+    source_stride: int
+    target: int
+    target_stride: int
+    format: int
+    width: int
+    per_token: int
+    tokens: int  # of Group; 0: row i is that of the source
+    weights: int  # factors of the rows, of Route; 0: none
+
+
+@dataclass(frozen=True)
+class ExpertLinear(Linear):
+    """The linear layers of experts. `weights`, its format, and `block_bytes` are unused."""
+
+    table: int = 0  # int64 [held, 3]: of each expert, address, format and block_bytes
+    work: int = 0  # of Group
+
+
+@dataclass(frozen=True)
+class Combine(Operation):
+    """Sum what experts computed for each token."""
+
+    source: int  # float32 [pairs, width]
+    source_stride: int
+    per_token: int
+    places: int  # of Group
+    weights: int  # of Route; 0: none
+    shared: int  # float32 [tokens, width] of the expert that all tokens take; 0: none
+    shared_stride: int
+    shared_logits: int  # float32 [tokens, ...]: weighs it by its sigmoid; 0: not weighed
+    shared_logits_stride: int
+    target: int
+    target_stride: int
+    width: int
+    adds: int  # 1: add the sum to the target
+    scale: float
 
 
 KINDS: tuple[type[Operation], ...] = (
@@ -352,6 +393,7 @@ KINDS: tuple[type[Operation], ...] = (
     Norm,
     Copy,
     Linear,
+    Heads,
     Rope,
     Attention,
     Merge,
@@ -359,6 +401,11 @@ KINDS: tuple[type[Operation], ...] = (
     Likeliest,
     Refine,
     Candidates,
+    Route,
+    Group,
+    Gather,
+    ExpertLinear,
+    Combine,
 )
 
 

@@ -1,4 +1,4 @@
-"""Lay out quantised weights for compiled code: see levels.py.
+"""Lay out quantised weights for compiled code: see quantised_layouts.py.
 
 A weight is scale × level + offset. Scales and offsets become float16, divided by a power of two of
 their output so that they do not underflow. Those of GGUF blocks without a product of two scales
@@ -12,14 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.kernels.cpu.layout import BLOCK, GROUP
-from slipstream.kernels.cpu.levels import FACTOR_BYTES, LAYOUT_OF, LevelLayout
 from slipstream.kernels.cpu.memory import aligned, round_up
 from slipstream.kernels.cpu.operations import WeightFormat
 from slipstream.kernels.cpu.pack import Packed, interleave_halves
+from slipstream.kernels.cpu.quantised_layouts import FACTOR_BYTES, LAYOUT_OF, LevelLayout
 
 _LARGEST_SCALE = 1024.0  # of an output, after the division
 _HALF_GROUP = GROUP // 2
-_MOST_INT4_LEVELS = 16
+_MAX_INT4_LEVELS = 16
 
 
 class QuantisedRows(NamedTuple):
@@ -41,7 +41,7 @@ def choose_format(rows: QuantisedRows) -> WeightFormat | None:
     if rows.levels.shape[1] % GROUP or (not halves and rows.group % GROUP):
         return None
     lowest = int(rows.levels.min())
-    few = int(rows.levels.max()) - lowest < _MOST_INT4_LEVELS
+    few = int(rows.levels.max()) - lowest < _MAX_INT4_LEVELS
     if few:
         return WeightFormat.INT4_HALVES if halves else WeightFormat.INT4
     if rows.offsets is None:

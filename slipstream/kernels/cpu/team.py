@@ -14,8 +14,8 @@ import numpy as np
 from slipstream.kernels.cpu import layout
 from slipstream.kernels.cpu.memory import aligned
 from slipstream.kernels.cpu.objects import Code, function_of
-from slipstream.kernels.cpu.operations import Team as Offsets
-from slipstream.kernels.cpu.operations import Thread
+from slipstream.kernels.cpu.records import Team as Offsets
+from slipstream.kernels.cpu.records import Thread
 
 # About 50 microseconds on current machines: several times what threads wait for each other.
 _SPINS = 2000
@@ -86,7 +86,7 @@ def _stop(
     threads: list[threading.Thread],
     kept: object,
 ) -> None:
-    """Let the threads leave compiled code, and wait for them. `kept` is the memory they use."""
+    """Make the threads leave compiled code, and wait for them. `kept` is the memory they use."""
     shared[int(Offsets.STOP) // 8] = 1
     launch(own)  # type: ignore[operator]
     for thread in threads:

@@ -14,15 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.kernels.cpu.compiler.levels import BY_NAME
+from slipstream.kernels.cpu.compiler.instruction_levels import BY_NAME
 from slipstream.kernels.cpu.layout import GROUP, LANES
-from slipstream.kernels.cpu.levels import LAYOUTS, LevelLayout
 from slipstream.kernels.cpu.memory import aligned, aligned_rows
 from slipstream.kernels.cpu.objects import Code, install_code, read_or_compile
 from slipstream.kernels.cpu.operations import (
     ACTIVATIONS,
     Attention,
-    Context,
     Copy,
     Entry,
     Epilogue,
@@ -34,6 +32,8 @@ from slipstream.kernels.cpu.operations import (
 )
 from slipstream.kernels.cpu.pack import Packed, pack
 from slipstream.kernels.cpu.pack_levels import QuantisedRows, pack_levels
+from slipstream.kernels.cpu.quantised_layouts import LAYOUTS, LevelLayout
+from slipstream.kernels.cpu.records import Context
 from slipstream.kernels.cpu.team import Team
 
 _INPUTS = 64

@@ -36,7 +36,7 @@ _OUTPUTS = 128
 _SPLITS = 4  # parts of the sum over inputs, if there are few tiles to keep the device busy
 _MANY_TILES = 256
 _HELD = 8192  # elements of A or B that a CTA of a decode step reads at once
-_MOST_SPLITS = 16  # parts of the sum over inputs in a decode step
+_MAX_SPLITS = 16  # parts of the sum over inputs in a decode step
 
 
 @CachedKernel
@@ -381,7 +381,7 @@ class GpuStepAdapters:
         width = len(outputs) * layout.rank
         padded_width = power_of_two(width)
         input_columns = max(64, _HELD // padded_width)
-        splits = min(_MOST_SPLITS, pieces(inputs, input_columns))
+        splits = min(_MAX_SPLITS, pieces(inputs, input_columns))
         middle = self._middle(splits, x, width)
         tables = (self._tiles.rows, self._row_pages, self._pages.device_linears)
         strides = self._strides(middle)

@@ -24,8 +24,8 @@ _CTAS_PER_SM = 5  # resident CTAs of several warps
 _ONE_WARP_CTAS_PER_SM = 7  # resident CTAs of one warp, with heads of 128
 # Minimum chunk size, as a multiple of (all tokens / resident CTAs). Starting and merging a chunk
 # takes time; if there are many CTAs of one warp, others fill that time.
-_LEAST_SHARE = 1.3
-_LEAST_SHARE_OF_MANY = _CTAS_PER_SM / _ONE_WARP_CTAS_PER_SM
+_MIN_SHARE = 1.3
+_MIN_SHARE_OF_MANY = _CTAS_PER_SM / _ONE_WARP_CTAS_PER_SM
 _QUICKLY_MERGED = 32  # chunks of a row that take little time to merge
 
 
@@ -86,7 +86,7 @@ def max_shared_chunks(items: int, rows: int, kv_heads: int, resident: ResidentCt
 
 def _least_share(ctas: int, resident: ResidentCtas) -> float:
     many = resident.one_warp and 2 * ctas >= resident.count
-    return _LEAST_SHARE_OF_MANY if many else _LEAST_SHARE
+    return _MIN_SHARE_OF_MANY if many else _MIN_SHARE
 
 
 def _max_chunks_of_row(kv_heads: int, resident: ResidentCtas) -> int:

@@ -25,8 +25,8 @@ _STAGES = 4
 _SHARED_BYTES = 229_408  # shared memory of the stages and a tile of results, as compiled
 # The least share of the device that tiles must fill: below it the library, whose tiles have other
 # sizes, is faster. With very many tokens the saved memory traffic outweighs some idle SMs.
-_LEAST_BUSY = 0.95
-_LEAST_BUSY_VERY_MANY = 0.85
+_MIN_BUSY = 0.95
+_MIN_BUSY_VERY_MANY = 0.85
 _VERY_MANY = 2048
 
 
@@ -110,7 +110,7 @@ def is_faster(tokens: int, weight: Tensor) -> bool:
     tiles = _tiles(tokens, weight.shape[0] // 2)
     ctas = sm_count(weight.device)
     tile_slots = pieces(tiles, ctas) * ctas  # tiles that the device could compute meanwhile
-    least = _LEAST_BUSY if tokens < _VERY_MANY else _LEAST_BUSY_VERY_MANY
+    least = _MIN_BUSY if tokens < _VERY_MANY else _MIN_BUSY_VERY_MANY
     return tokens * tiles > least * tile_slots * pieces(tokens, _TOKENS) * _TOKENS
 
 

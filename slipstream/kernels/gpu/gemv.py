@@ -29,7 +29,7 @@ _CTAS = 512  # enough for every SM to have loads in flight
 # most rows that its registers hold.
 _COLUMNS = {False: 512, True: 1024}
 _STAGES = {False: 4, True: 3}
-_MOST_ROWS = {False: 16, True: 8}
+_MAX_ROWS = {False: 16, True: 8}
 # Unpacked 12-bit numbers are too small by 2^112. Activations get 2^64 of it, so that the terms are
 # normal float32 numbers for activations of 2^-57 to 2^63; the sum gets the rest.
 _UP = tl.constexpr(2.0**64)
@@ -227,4 +227,4 @@ def _launch(
 def _rows_per_cta(rows: int, scales: Tensor | None) -> int:
     """rows: of the weight"""
     even = power_of_two(pieces(rows, _CTAS) + 1) // 2
-    return max(2, min(_MOST_ROWS[scales is not None], even))
+    return max(2, min(_MAX_ROWS[scales is not None], even))

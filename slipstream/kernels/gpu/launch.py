@@ -80,7 +80,7 @@ class CachedKernel:
         )
 
     def _collect(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        """Let Triton's hook see a variant that is not compiled; launch nothing."""
+        """Show Triton's hook a variant that is not compiled; launch nothing."""
         kind = (*map(_kind, arguments), *constants.values())
         if kind not in self._compiled and kind not in self._collected:
             self._collected.add(kind)
@@ -165,7 +165,7 @@ def _kind(argument: Any) -> Any:
 
 @triton.jit
 def wait_and_trigger(OVERLAP: tl.constexpr):
-    """Wait for the previous kernel, and let the next one start: for short kernels."""
+    """Wait for the previous kernel, and start the next one: for short kernels."""
     wait(OVERLAP)
     trigger_next(OVERLAP)
 
@@ -179,7 +179,7 @@ def wait(OVERLAP: tl.constexpr):
 
 @triton.jit
 def trigger_next(OVERLAP: tl.constexpr):
-    """Let the next kernel start once every CTA of this one has called this function or ended.
+    """Start the next kernel once every CTA of this one has called this function or ended.
 
     From then on the next kernel occupies registers and shared memory.
     """

@@ -32,9 +32,9 @@ from slipstream.kernels.gpu.launch import (
 
 _ROWS = 64  # rows of a tile: what the tensor cores take at once
 _TILE_BYTES = 256  # bytes of a row in a tile
-_LEAST_CTAS = 64  # with deep load queues; more CTAs do not read faster
-_LEAST_SPLIT_CTAS = 300  # see `_leaves_sms_idle`
-_MOST_COLUMNS = 8192  # columns of one CTA
+_MIN_CTAS = 64  # with deep load queues; more CTAs do not read faster
+_MIN_SPLIT_CTAS = 300  # see `_leaves_sms_idle`
+_MAX_COLUMNS = 8192  # columns of one CTA
 # lines of 128 bytes per row that a CTA prefetches before it starts; prefetching takes time, too
 _PREFETCHED_LINES = 2
 
@@ -234,7 +234,7 @@ def _tiling(rows: int, size: int, width: int, x: Tensor, weight: Tensor) -> _Til
     tiles = pieces(rows, _ROWS)
     parts = 1
     while size / parts > 2 * columns and (
-        size / parts > _MOST_COLUMNS or _leaves_sms_idle(tiles, parts, bf12)
+        size / parts > _MAX_COLUMNS or _leaves_sms_idle(tiles, parts, bf12)
     ):
         parts *= 2
     # Many CTAs keep the SMs busy by their number, few by the depth of their load queues.
@@ -253,8 +253,8 @@ def _leaves_sms_idle(tiles: int, parts: int, bf12: bool) -> bool:
     """
     # Unpacking takes time, too; but the more CTAs share the columns, the less there is to gain.
     if bf12:
-        return tiles * parts * parts < _LEAST_SPLIT_CTAS
-    return tiles * parts < _LEAST_CTAS
+        return tiles * parts * parts < _MIN_SPLIT_CTAS
+    return tiles * parts < _MIN_CTAS
 
 
 def _split_memory(

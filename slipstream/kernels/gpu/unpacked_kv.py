@@ -13,8 +13,8 @@ from slipstream.kernels import packed_cache
 from slipstream.kernels.gpu.launch import CachedKernel
 from slipstream.kernels.gpu.packed_cache import read_whole
 
-_MOST_BYTES = 2**29  # bytes of unpacked keys and values; rounded up, they may take twice as much
-_LEAST_NEW_TOKENS = 128  # new tokens per cached one; with fewer, attention unpacks as fast itself
+_MAX_BYTES = 2**29  # bytes of unpacked keys and values; rounded up, they may take twice as much
+_MIN_NEW_TOKENS = 128  # new tokens per cached one; with fewer, attention unpacks as fast itself
 _WIDTH_MULTIPLE = 16  # blocks of a table's row: kernels are recompiled for other widths
 _TOKENS = tl.constexpr(packed_cache.TOKENS)
 
@@ -56,8 +56,8 @@ def unpacking_pays(
     """
     unpacked_bytes = int((-(-positions // block_tokens)).sum()) * block_tokens * token_bytes
     cached = int(positions.sum())
-    fits = 0 < unpacked_bytes <= _MOST_BYTES
-    return fits and int(positions @ counts) >= _LEAST_NEW_TOKENS * cached
+    fits = 0 < unpacked_bytes <= _MAX_BYTES
+    return fits and int(positions @ counts) >= _MIN_NEW_TOKENS * cached
 
 
 def plan_unpacking(

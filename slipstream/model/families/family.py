@@ -17,7 +17,7 @@ from slipstream.model.spec import ModelSpec
 
 _LAYER_NAME = re.compile(r"transformer\.layers\.(\d+)\.(.+)\.(weight|bias)")
 SCORE_WEIGHT = "score.weight"  # of a classifier, in checkpoints and in sources of all families
-_MOST_PREDICTION_LAYERS = 64  # several times what any model has
+_MAX_PREDICTION_LAYERS = 64  # several times what any model has
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -30,7 +30,7 @@ RowOrder = Callable[[ModelSpec], Sequence[int]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make one parameter: the rows of the source tensors, concatenated in order.
+    """The recipe of one parameter: the rows of the source tensors, concatenated in order.
 
     transposed: the source stores [in_features, out_features], as GPT-2's Conv1D does. rows: returns
     the order of the concatenated rows; None: unchanged. It is called only after the sizes have been
@@ -207,7 +207,7 @@ def prediction_layers(config: dict[str, Any]) -> range:
     count = config.get("num_nextn_predict_layers")
     if not isinstance(first, int) or not isinstance(count, int):
         return range(0)
-    return range(first, first + min(count, _MOST_PREDICTION_LAYERS))
+    return range(first, first + min(count, _MAX_PREDICTION_LAYERS))
 
 
 def collapse_layer(name: str) -> str:

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from slipstream.model.families.family import UnsupportedModel
-from slipstream.model.spec import MOST_LAYERS, ModelSpec, RopeKind, RopeScaling
+from slipstream.model.spec import MAX_LAYERS, ModelSpec, RopeKind, RopeScaling
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -38,8 +38,8 @@ def required(config: dict[str, Any], key: str) -> Any:
 def layer_numbers(config: dict[str, Any]) -> range:
     """Return the layers' indices; a damaged count is an error, not an endless list."""
     count = required(config, "num_hidden_layers")
-    if not isinstance(count, int) or not 0 < count <= MOST_LAYERS:
-        raise UnsupportedModel(f"num_hidden_layers is {count!r}, and must be 1 to {MOST_LAYERS}")
+    if not isinstance(count, int) or not 0 < count <= MAX_LAYERS:
+        raise UnsupportedModel(f"num_hidden_layers is {count!r}, and must be 1 to {MAX_LAYERS}")
     return range(count)
 
 

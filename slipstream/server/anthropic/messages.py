@@ -8,17 +8,18 @@ from typing import Any
 
 from slipstream.server.openai.calls import Document
 from slipstream.server.openai.errors import ApiError, field_error
+from slipstream.server.openai.fields import read_text
 
-_MOST_MESSAGES = 100_000  # as in Anthropic's API
+_MAX_MESSAGES = 100_000  # as in Anthropic's API
 _ROLES = ("user", "assistant", "system")
 _NOT_TEXT = "is not supported by this server: its models read text only"
 
 
 def chat_messages(system: Any, messages: Sequence[Any]) -> list[Document]:
     """Return the messages for a chat template. Turns of the same role are joined."""
-    if len(messages) > _MOST_MESSAGES:
+    if len(messages) > _MAX_MESSAGES:
         raise field_error(
-            "messages", f"must hold at most {_MOST_MESSAGES} messages, got {len(messages)}"
+            "messages", f"must hold at most {_MAX_MESSAGES} messages, got {len(messages)}"
         )
     made: list[Document] = []
     calls: set[str] = set()  # ids of the tool_use blocks so far
@@ -62,7 +63,7 @@ def _add_answer(name: str, content: Any, messages: list[Document], calls: set[st
             case "text":
                 message["content"].append(_text_part(place, block))
             case "thinking":
-                thinking = _text(f"{place}.thinking", block.get("thinking"))
+                thinking = read_text(f"{place}.thinking", block.get("thinking"))
                 message["reasoning_content"] = message.get("reasoning_content", "") + thinking
             case "tool_use":
                 call = _call(place, block)
@@ -93,14 +94,8 @@ def _last(messages: list[Document], role: str) -> Document:
     return messages[-1]
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise field_error(name, "must be a string")
-    return value
-
-
 def _text_part(name: str, block: Mapping[str, Any]) -> Document:
-    return {"type": "text", "text": _text(f"{name}.text", block.get("text"))}
+    return {"type": "text", "text": read_text(f"{name}.text", block.get("text"))}
 
 
 def _texts(name: str, content: Any) -> list[Document]:
@@ -114,7 +109,7 @@ def _texts(name: str, content: Any) -> list[Document]:
 
 
 def _tool_message(name: str, block: Mapping[str, Any], calls: set[str]) -> Document:
-    identity = _text(f"{name}.tool_use_id", block.get("tool_use_id"))
+    identity = read_text(f"{name}.tool_use_id", block.get("tool_use_id"))
     if identity not in calls:
         raise field_error(
             f"{name}.tool_use_id", f"names no tool_use block before it, got {identity[:80]}"
@@ -129,10 +124,14 @@ def _call(name: str, block: Mapping[str, Any]) -> Document:
     if not isinstance(arguments, dict):
         raise field_error(f"{name}.input", "must be an object, the arguments")
     function = {
-        "name": _text(f"{name}.name", block.get("name")),
+        "name": read_text(f"{name}.name", block.get("name")),
         "arguments": json.dumps(arguments, ensure_ascii=False),
     }
-    return {"id": _text(f"{name}.id", block.get("id")), "type": "function", "function": function}
+    return {
+        "id": read_text(f"{name}.id", block.get("id")),
+        "type": "function",
+        "function": function,
+    }
 
 
 def _unsupported(name: str, kind: str) -> ApiError:

@@ -18,16 +18,15 @@ from slipstream.server.anthropic.fields import (
     read_messages_fields,
 )
 from slipstream.server.anthropic.writer import MessageWriter
-from slipstream.server.http.exchange import JSON, ClientGone, Exchange, check_access
+from slipstream.server.http.exchange import JSON, Exchange, check_access
 from slipstream.server.http.routes import ANY_METHOD, Parameters, Route, RouteGroup
 from slipstream.server.kserve.context import ServerContext
-from slipstream.server.kserve.errors import NeedsPrimary
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.openai.calls import Call
 from slipstream.server.openai.chat import PreparedChat, prepare_chat
 from slipstream.server.openai.describe import body_schema
-from slipstream.server.openai.errors import ApiError, as_api_error, rename_field, rename_in_error
+from slipstream.server.openai.errors import ApiError, rename_field, rename_in_error, run_route
 from slipstream.server.openai.fields import ChatFields
 from slipstream.server.openai.models import find_model, text_models
 from slipstream.server.openai.streaming import CallService, read_request_body
@@ -51,16 +50,8 @@ class AnthropicRoutes:
         return RouteGroup([route], partial(anthropic_paths, self._registry))
 
     async def answer(self, exchange: Exchange, parameters: Parameters) -> None:
-        try:
-            await self._route(exchange)
-        except ClientGone:
-            return
-        except NeedsPrimary:
-            raise
-        except Exception as error:
-            if exchange.started:
-                raise
-            problem = as_api_error(error, f"{exchange.method} {exchange.path}")
+        problem = await run_route(self._route, exchange)
+        if problem is not None:
             identity = new_request_id()
             headers = (*problem.headers, (b"request-id", identity.encode()))
             await exchange.respond(problem.status, error_body(problem, identity), JSON, headers)

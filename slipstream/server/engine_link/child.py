@@ -22,7 +22,7 @@ import msgspec
 import slipstream
 from slipstream.engine.messages import DropFrontEnd
 from slipstream.engine.settings import EngineSettings
-from slipstream.server.engine_link.cluster.engine_ranks import EngineRanks
+from slipstream.server.engine_link.cluster.engine_ranks import EngineRanks, RemoteEngine
 from slipstream.server.engine_link.cluster.key import CLUSTER_KEY_VARIABLE
 from slipstream.server.engine_link.cluster.leader import RankHosts
 from slipstream.server.engine_link.cluster.remote import RemoteRank
@@ -37,10 +37,10 @@ from slipstream.server.engine_link.link import (
     new_socket_path,
     remove_socket,
 )
-from slipstream.server.engine_link.process_state import ProcessState, read_state
 from slipstream.server.engine_link.silence import EngineState
 from slipstream.server.log.capture import Relay
 from slipstream.server.log.output import HANDLER
+from slipstream.server.log.process_state import ProcessState, read_state
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class RankProcess:
         variables: Mapping[str, str] | None = None,
     ) -> None:
         """`name`: name of the engine model in the log. `variables`: for its environment."""
-        # On a terminal the process shows a progress bar itself. Elsewhere its output is captured
-        # and logged.
+        # On a terminal the process writes its lines itself. Elsewhere its output is captured and
+        # logged.
         log = HANDLER.settings
         terminal = sys.stderr.isatty() and log.format != "json" and not log.file
         place = order.place
@@ -147,10 +147,12 @@ class EngineChild:
         name: str = "",
         frontends: int = 1,
         hosts: RankHosts | None = None,
+        process: int = 0,
     ) -> None:
         """name: name of the engine model in the log
         frontends: processes of the server
         hosts: of the ranks on other machines; None: all ranks are on this one
+        process: of the launcher, if it is another one that starts all ranks
         """
         ranks = settings.ranks or 1
         self.link = ServerEnd()
@@ -158,13 +160,15 @@ class EngineChild:
         self._paths = [self.link.path, *(new_socket_path() for _ in range(frontends - 1))]
         # a link to each following rank on this machine, for the reason of its exit
         self._follower_links: list[ServerEnd] = []
-        self._places: RankFiles | EngineRanks | None = None
+        self._places: RankFiles | EngineRanks | RemoteEngine | None = None
         self._local: list[RankProcess] = []  # rank 0 first
         self._remote: list[RemoteRank] = []
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._reported = False  # the first exit has been noticed
         try:
-            if hosts is not None:
+            if hosts is not None and process:
+                self._places = RemoteEngine(hosts, engine_folder, settings, process, self._paths)
+            elif hosts is not None:
                 self._places = EngineRanks(hosts, engine_folder, settings)
             elif ranks > 1:
                 self._places = RankFiles(ranks)
@@ -180,6 +184,9 @@ class EngineChild:
         """Start the ranks on this machine, and have their hosts start the others."""
         places = self._places
         for rank in range(settings.ranks or 1):
+            if isinstance(places, RemoteEngine):
+                self._remote.append(places.start(rank))
+                continue
             if isinstance(places, EngineRanks) and places.is_remote(rank):
                 self._remote.append(places.start_remote(rank))
                 continue
@@ -195,9 +202,9 @@ class EngineChild:
             places.remove()
 
     @property
-    def process_id(self) -> int:
-        """The process of rank 0."""
-        return self._local[0].process_id
+    def process_id(self) -> int | None:
+        """The process of rank 0; None: it is on another machine."""
+        return self._local[0].process_id if self._local else None
 
     @property
     def process_ids(self) -> list[int]:
@@ -206,7 +213,7 @@ class EngineChild:
 
     @property
     def awaits_hosts(self) -> bool:
-        """Whether ranks on other machines cannot be started yet."""
+        """Return whether ranks on other machines cannot be started yet."""
         return any(rank.awaited for rank in self._remote)
 
     @property
@@ -215,7 +222,7 @@ class EngineChild:
 
     @property
     def state(self) -> EngineState:
-        """What the kernels of all machines say about the processes."""
+        """Return the state of all processes, from the kernels of all machines."""
         states = [rank.state for rank in self._ranks]
         stopped = [
             rank.label.removesuffix(": ") or "it"
@@ -232,8 +239,12 @@ class EngineChild:
     def drop_frontend(self, index: int) -> None:
         """Cancel the requests of a front end that has ended. Its successor gets a new socket."""
         remove_socket(self._paths[index])
-        self._paths[index] = new_socket_path()
-        self.link.send(DropFrontEnd(index, str(self._paths[index])))
+        before = self._paths[index]
+        self._paths[index] = path = new_socket_path()
+        address = str(path)
+        if isinstance(self._places, RemoteEngine):
+            address = self._places.replace_link(before, path)
+        self.link.send(DropFrontEnd(index, address))
 
     def unlink_sockets(self) -> None:
         """Remove the sockets that are connected from the file system."""
@@ -258,6 +269,7 @@ class EngineChild:
         for rank, link in enumerate(self._follower_links, start=1):
             link.attach(partial(_name_rank, rank, on_message))
         links = [self.link, *self._follower_links, *(None for _ in self._remote)]
+        links = links[: len(self._ranks)]  # rank 0 may be on another machine
         for rank_process, own_link in zip(self._ranks, links, strict=True):
             threading.Thread(
                 target=self._wait_for_exit,
@@ -282,17 +294,34 @@ class EngineChild:
             rank.kill()
 
     def close(self) -> None:
-        """Close the links and reap the processes."""
+        """Close the links. Reap processes that were killed, unless threads wait for them."""
         self._close_links()
+        if self._event_loop is None:
+            self.reap()
+
+    def reap(self) -> None:
+        """Wait for the end of killed processes. This blocks: do not call it on an event loop."""
         for rank in self._ranks:
             rank.reap()
+
+    def abandon(self) -> None:
+        """Kill the processes and remove their files, from any thread, before this process ends."""
+        self.kill()
+        for path in self._paths:
+            remove_socket(path)
+        for link in self._follower_links:
+            link.unlink_socket()
+        if self._places is not None:
+            self._places.remove()
 
     def _close_links(self) -> None:
         for link in (self.link, *self._follower_links):
             link.close()
         for path in self._paths:
             remove_socket(path)
-        if self._places is not None:
+        if isinstance(self._places, RemoteEngine):
+            self._places.close()
+        elif self._places is not None:
             self._places.remove()
 
     def _wait_for_exit(
@@ -316,7 +345,16 @@ class EngineChild:
                 assert self._event_loop is not None
                 self._event_loop.call_later(0.02, report, patience - 0.02)
                 return
-            on_exit(process.describe_exit(code))
+            on_message(EngineFailed(process.describe_exit(code)))
+            finish(_REAP_SECONDS)
+
+        def finish(patience: float) -> None:
+            """Report the exit once the other ranks have ended, too: they hold memory."""
+            assert self._event_loop is not None
+            if patience > 0 and not all(rank.ended for rank in self._ranks):
+                self._event_loop.call_later(0.02, finish, patience - 0.02)
+            else:
+                on_exit(process.describe_exit(code))
 
         def notice() -> None:
             """End the other ranks at once: they may wait for this one for ever."""
@@ -340,10 +378,10 @@ def _name_rank(rank: int, on_message: Callable[[FromEngine], None], message: Fro
 def child_environment() -> dict[str, str]:
     """Return the environment of a Python process that is started with -P.
 
-    PYTHONPATH leads it to a checkout; an installed package is found without.
+    If Slipstream runs from a checkout, PYTHONPATH includes it.
     """
-    # Weights in huge pages: each decode step streams through all of them, and small pages make it
-    # a fifth slower.
+    # Weights in huge pages: a decode step reads all of them, and takes a fifth longer with small
+    # pages.
     environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | dict(os.environ)
     for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, CLUSTER_KEY_VARIABLE):
         # keys of the server, which the code of a model must not see

@@ -3,7 +3,7 @@ dies and restarts it.
 
     engine = EngineClient(folder, settings)
     engine.spawn()                 # the process begins to load; no event loop is needed yet
-    await engine.start()           # returns when it serves; EngineStartFailed says why it does not
+    await engine.start()           # returns when it serves; else EngineStartFailed has the reason
     async for output in engine.submit(GenerateRequest(UNASSIGNED, prompt, sampling)): ...
 
 When the process dies, its requests fail at once with the reason, and it is restarted a limited
@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from slipstream.engine.messages import (
@@ -61,7 +62,7 @@ class EngineStartFailed(Exception):
 
 @dataclass(frozen=True)
 class Supervision:
-    """When an engine process is restarted, and when it has failed for good."""
+    """The limits of an engine process: restarts, silence, and the duration of a start."""
 
     restarts: int = 3  # restarts allowed within the window
     window_seconds: float = 600.0
@@ -82,11 +83,15 @@ class EngineClient:
         frontends: int = 1,
         ids: Iterator[int] | None = None,
         hosts: RankHosts | None = None,
+        process: int = 0,
+        replica: int | None = None,
     ) -> None:
         """name: name of the engine model in the log
         frontends: processes of the server
         ids: ids of requests, which replicas share; None: those of one engine
         hosts: of its ranks on other machines; None: all ranks are on this one
+        process: of the launcher, if it is another one that starts all ranks
+        replica: number of this engine among those of its model; None: it is the only one
         """
         self.info: EngineInfo | None = None
         self.on_stats: Callable[[], None] | None = None
@@ -98,15 +103,14 @@ class EngineClient:
         self._process_stats = EngineStats()  # latest statistics of the current process
         self.last_steps: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self._past = PastTotals()
-        self._engine_folder = str(engine_folder)
-        self._settings = settings
+        self._start_child = partial(
+            EngineChild, command, str(engine_folder), settings, name, frontends, hosts, process
+        )
+        self._one_process = frontends == 1  # all requests of the engine are this process's
         self._supervision = supervision
-        self._command = command
         self._name = name
         # what the log calls it
-        self._title = "the engine" if settings.replicas == 1 else f"replica {settings.replica}"
-        self._frontends = frontends
-        self._hosts = hosts
+        self._title = "the engine" if replica is None else f"replica {replica}"
         self._requests = LinkedRequests(ids or request_ids())
         self._child: EngineChild | None = None
         self._lost = False  # the process has failed, but may not have ended yet
@@ -125,7 +129,7 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        """Whether it serves, accepts new work and responds, or will when a request comes."""
+        """Return whether it serves, accepts new work and responds, or will when a request comes."""
         if self._requests.asleep:
             return self.failure is None and not self._requests.draining
         accepts = self._requests.serving and not self._requests.draining
@@ -133,7 +137,7 @@ class EngineClient:
 
     @property
     def failure(self) -> str | None:
-        """Why it does not serve; None while it serves or loads for the first time."""
+        """Return why it does not serve; None while it serves or loads for the first time."""
         return self._requests.failure
 
     @property
@@ -144,6 +148,10 @@ class EngineClient:
     def continue_counters_of(self, predecessor: Engine) -> None:
         """Add the totals of the engine that this one replaces, which may still finish its work."""
         self._past.predecessor = predecessor
+
+    def drop_ended_predecessor(self) -> None:
+        """Keep the totals of a predecessor that has ended, and no longer the predecessor."""
+        self._past.drop_ended()
 
     @property
     def clients(self) -> tuple[EngineClient, ...]:
@@ -166,7 +174,7 @@ class EngineClient:
 
     @property
     def process_id(self) -> int | None:
-        """The id of the engine process; None while there is none."""
+        """The id of the engine process; None while there is none on this machine."""
         return None if self._child is None else self._child.process_id
 
     @property
@@ -183,7 +191,7 @@ class EngineClient:
 
     @property
     def serving(self) -> bool:
-        """Whether there is a process that serves."""
+        """Return whether there is a process that serves."""
         return self._child is not None and self._requests.serving
 
     def watch_outstanding(self, on_count: Callable[[int], None]) -> None:
@@ -206,14 +214,7 @@ class EngineClient:
         """Start the process. Call this from the main thread: the kernel kills the process when the
         calling thread ends.
         """
-        self._child = EngineChild(
-            self._command,
-            self._engine_folder,
-            self._settings,
-            self._name,
-            self._frontends,
-            self._hosts,
-        )
+        self._child = self._start_child()
         self._loading_seconds = 0.0
         self._spawned = time.monotonic()
         self._responsiveness = Responsiveness(self._supervision.silence_seconds)
@@ -221,7 +222,7 @@ class EngineClient:
         self._verbose = False
 
     async def start(self) -> None:
-        """Return when the engine serves. EngineStartFailed says why it does not."""
+        """Return when the engine serves. EngineStartFailed has the reason if it does not."""
         if self._child is None:
             self.spawn()
         event_loop = asyncio.get_running_loop()
@@ -237,7 +238,7 @@ class EngineClient:
         return await asyncio.shield(self._failed)
 
     def begin_drain(self) -> None:
-        """Refuse new requests and go on with those in flight."""
+        """Refuse new requests and continue with those in flight."""
         self._requests.draining = True
 
     async def wait_drained(self) -> None:
@@ -261,7 +262,7 @@ class EngineClient:
         self._child = None
 
     def mark_ended(self) -> None:
-        """Note that the process is gone, so that the statistics are final."""
+        """Note that the process has ended, so that the statistics are final."""
         self.info = None
 
     def kill(self) -> None:
@@ -271,7 +272,13 @@ class EngineClient:
         if self._child is not None:
             self._child.kill()
             self._child.close()
+            self._child.reap()
             self._child = None
+
+    def abandon(self) -> None:
+        """Kill the process and remove its files, from any thread, before this process ends."""
+        if (child := self._child) is not None:
+            child.abandon()
 
     # -- messages and exit of the process
 
@@ -292,8 +299,8 @@ class EngineClient:
                 self.on_stats()
         elif isinstance(message, EngineInfo):
             self._begin_to_serve(message)
-        elif isinstance(message, EngineFailed):
-            self._lose(message.reason)
+        elif isinstance(message, EngineFailed) and not self._stopping and self._child is not None:
+            self._lose(message.reason)  # an engine that is stopped or unloaded does not fail
 
     def _follow_log_level(self) -> None:
         """Ask for statistics after each step while verbose lines are logged."""
@@ -394,7 +401,9 @@ class EngineClient:
             self._responsiveness.note_state(self._child.state, tick)
             if self._requests.serving:
                 on_cpu = self.info is not None and self.info.device == "cpu"
-                self._responsiveness.count_silence(tick, self._has_requests, on_cpu)
+                self._responsiveness.count_silence(
+                    tick, self._has_requests, on_cpu, all_known=self._one_process
+                )
             if reason := self._responsiveness.find_hang():
                 await self._kill_hung(reason)
             elif self._requests.serving:
@@ -407,7 +416,7 @@ class EngineClient:
 
     @property
     def _has_requests(self) -> bool:
-        """Whether there are requests, of any front end."""
+        """Return whether there are requests, of any front end."""
         stats = self._process_stats
         return bool(self.outstanding or stats.running or stats.waiting)
 

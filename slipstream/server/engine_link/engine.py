@@ -37,7 +37,8 @@ class AdapterUse:
 
 @dataclass(slots=True)
 class StageTimes:
-    """When a request reached the stages from text to tokens and back, by `time.monotonic_ns()`.
+    """The times at which a request reached the stages from text to tokens and back, by
+    `time.monotonic_ns()`.
 
     0: not reached. Rounds of speculative decoding repeat the stages: the first round sets those up
     to `submitted_ns`, the last one the others.
@@ -67,7 +68,7 @@ class TextRequest:
     skip_special_tokens: bool = True
     # special tokens that the text shows although `skip_special_tokens` is set
     shown_special_ids: frozenset[int] = frozenset()
-    ignore_end: bool = False  # go on past the model's end-of-text token
+    ignore_end: bool = False  # continue past the model's end-of-text token
     priority: int = 0  # the engine runs higher ones first
     deadline: float | None = None
     cache_salt: str = ""
@@ -92,7 +93,7 @@ class TextBeam(Beam):
 
 @dataclass(slots=True)
 class TextOutput(RequestOutput):
-    """What is new of one sequence, with its text.
+    """The new output of one sequence, with its text.
 
     The last output of a beam search has the whole result: `beams`, and the best of them as text
     and tokens.
@@ -132,7 +133,7 @@ class Engine(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether it accepts requests and makes progress with those it has."""
+        """Return whether it accepts requests and makes progress with those it has."""
         ...
 
     @property

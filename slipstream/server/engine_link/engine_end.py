@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -34,6 +35,9 @@ from slipstream.server.engine_link.link import (
 )
 from slipstream.server.engine_link.split import OutputSplitter, split_logits
 
+if TYPE_CHECKING:
+    from slipstream.server.engine_link.cluster.key import ClusterKey
+
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.25
@@ -44,7 +48,9 @@ class EngineEnd:
 
     heartbeat_seconds = HEARTBEAT_SECONDS
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str], key: ClusterKey | None = None) -> None:
+        """paths: of the sockets that front ends bind; with a key, endpoints on another machine"""
+        self._key = key
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._sockets = [self._connect(path, index) for index, path in enumerate(paths)]
@@ -100,7 +106,11 @@ class EngineEnd:
         socket = self._context.socket(zmq.PAIR)
         # the others have often ended before the engine does, and cannot take anything
         configure(socket, linger_ms=200 if index else 1000)
-        socket.connect(f"ipc://{path}")
+        if self._key is None:
+            socket.connect(f"ipc://{path}")
+        else:
+            self._key.connect(socket)
+            socket.connect(path)
         self._poller.register(socket, zmq.POLLIN)
         return socket
 

@@ -2,7 +2,7 @@
 
 The thread runs the same loop as the engine process, with a queue as its link. It sleeps on the
 queue while there is no work. The outputs of a request go to the event loop that submitted it.
-A server in another process can use the same engine (`lend`).
+A server in another process can use the same engine (`connect_server`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from slipstream.server.engine_link.engine import EngineUnavailable
 from slipstream.server.engine_link.mailbox import InFlightRequest, Mailboxes
 from slipstream.server.engine_link.serve import Loop, describe, serve
 from slipstream.server.engine_link.shared_link import (
-    LendEngine,
+    ConnectServer,
+    DisconnectServer,
     SharedLink,
-    TakeBack,
     own_first_id,
 )
 
@@ -67,20 +67,20 @@ class InProcessEngine:
         self._link.put(in_flight.request)
         return in_flight
 
-    def lend(self, sockets: list[str], on_end: Callable[[], None]) -> None:
+    def connect_server(self, sockets: list[str], on_end: Callable[[], None]) -> None:
         """Connect the front ends of a server, which bind these sockets.
 
-        `on_end` is called on the engine's thread when the server leaves. A server that was
-        connected before is left.
+        `on_end` is called on the engine's thread when the server disconnects. A server that was
+        connected before is disconnected.
         """
         with self._lock:
             if self.failure is not None or self.info is None:
                 raise EngineUnavailable(f"the engine is not running: {self.failure}")
-            self._link.put(LendEngine(self.info, sockets, on_end))
+            self._link.put(ConnectServer(self.info, sockets, on_end))
 
-    def take_back(self, sockets: list[str]) -> None:
+    def disconnect_server(self, sockets: list[str]) -> None:
         """Cancel the requests of a server that has ended, and close the links to it."""
-        self._link.put(TakeBack(sockets))
+        self._link.put(DisconnectServer(sockets))
 
     def begin_drain(self) -> None:
         self._draining = True

@@ -1,5 +1,5 @@
 """The place of this process among those that a launcher started: mpirun, srun, torchrun, a
-LeaderWorkerSet of Kubernetes, or `slipstream launch --world_size`. No torch here.
+LeaderWorkerSet of Kubernetes, Ray, or `slipstream launch --world_size`. No torch here.
 
 Rank 0 is the server. If all processes are on its machine, it starts the ranks of its engines itself
 and the others wait. If some are on other machines, the others start ranks for it: see `cluster/`.
@@ -32,8 +32,18 @@ class Launcher:
     needs_size: bool = False  # without it, each process would be a server of its own
 
 
-# The first one that is set counts: mpirun inside of sbatch sets Slurm's variables, too.
+# set by `slipstream/ray` for the processes of a replica
+RAY = Launcher(
+    "Ray",
+    "SLIPSTREAM_RAY_RANK",
+    "SLIPSTREAM_RAY_SIZE",
+    job="SLIPSTREAM_RAY_JOB",
+    one_per_machine=True,
+)
+# The first one that is set counts: mpirun inside of sbatch sets Slurm's variables, too, and Ray may
+# have been started by any of the others.
 LAUNCHERS = (
+    RAY,
     Launcher(
         "torchrun",
         "RANK",

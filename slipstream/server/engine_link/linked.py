@@ -45,7 +45,7 @@ class LinkedEngine:
 
     @property
     def failure(self) -> str | None:
-        """Why it does not serve; None while it serves or loads for the first time."""
+        """Return why it does not serve; None while it serves or loads for the first time."""
         return self._requests.failure
 
     @property
@@ -90,7 +90,7 @@ class LinkedEngine:
         return self._requests.submit(request)
 
     def begin_drain(self) -> None:
-        """Refuse new requests and go on with those in flight."""
+        """Refuse new requests and continue with those in flight."""
         self._requests.draining = True
 
     async def wait_drained(self) -> None:

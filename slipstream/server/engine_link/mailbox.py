@@ -28,7 +28,7 @@ class EngineUnavailable(Exception):
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What is new of one request since the last read.
+    """The new output of one request since the last read.
 
     A non-empty `finish_reason` makes it the last output.
     """
@@ -304,7 +304,7 @@ class LinkedRequests:
 
     @property
     def asleep(self) -> bool:
-        """Whether the engine was unloaded while idle, and does not serve yet."""
+        """Return whether the engine was unloaded while idle, and does not serve yet."""
         return self._wake is not None
 
     @property

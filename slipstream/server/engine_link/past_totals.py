@@ -19,11 +19,15 @@ class PastTotals:
 
     def added_to(self, stats: EngineStats) -> EngineStats:
         """Return these statistics with the past totals added."""
+        self.drop_ended()
+        total = stats.plus_totals_of(self._ended)
+        if self.predecessor is None:
+            return total
+        return total.plus_totals_of(self.predecessor.stats)
+
+    def drop_ended(self) -> None:
+        """Keep the totals of a predecessor that has ended, and no longer the predecessor."""
         predecessor = self.predecessor
-        if predecessor is None:
-            return stats.plus_totals_of(self._ended)
-        if predecessor.info is None:  # it has ended, so its totals are final
+        if predecessor is not None and predecessor.info is None:  # its totals are final
             self.add(predecessor.stats)
             self.predecessor = None
-            return stats.plus_totals_of(self._ended)
-        return stats.plus_totals_of(self._ended).plus_totals_of(predecessor.stats)

@@ -13,9 +13,16 @@ from slipstream.engine.options import flag
 from slipstream.engine.settings import EngineSettings
 from slipstream.repository.models import EngineModel
 from slipstream.server.engine_link.client import EngineClient, Supervision, request_ids
+from slipstream.server.engine_link.cluster.division import ReplicaSite
 from slipstream.server.engine_link.cluster.leader import RankHosts
 from slipstream.server.engine_link.launched import Launched
-from slipstream.server.engine_link.rank_choice import choose_ranks, explain_ranks, spans_machines
+from slipstream.server.engine_link.rank_choice import (
+    choose_ranks,
+    explain_ranks,
+    explain_sites,
+    find_sites,
+    spans_machines,
+)
 from slipstream.server.engine_link.replicas import Replicas
 from slipstream.server.engine_link.visible_gpus import visible_gpus
 from slipstream.weights.engine_config import weight_bytes
@@ -48,7 +55,8 @@ class EnginePool:
         self._clients: dict[str, PooledEngine] = {}
         self._starting: dict[PooledEngine, asyncio.Future[None]] = {}
         self._leaving: set[PooledEngine] = set()
-        self._watched: dict[asyncio.Task[str], str] = {}
+        # tasks that end when an engine in use has failed for good
+        self._watched: dict[asyncio.Task[str], PooledEngine] = {}
         self._changed: asyncio.Event | None = None
         # called when an engine is added or removed
         self.on_change: Callable[[], None] = lambda: None
@@ -75,7 +83,9 @@ class EnginePool:
     def create(self, model: EngineModel) -> PooledEngine:
         settings = replace(model.settings, **self._settings)
         chosen = self._choose(settings, model)
-        if settings.ranks is None:
+        # replicas on several machines have as many ranks as fit, whatever the processes there
+        spread = settings.replicas > 1 and self._launched.elsewhere > 0
+        if settings.ranks is None and not spread:
             explain_ranks(model.name, chosen, model.engine_config)
         client = self._create(model, self._with_share(model, chosen))
         self.on_create(client)
@@ -99,7 +109,8 @@ class EnginePool:
     def _demand(self, model: EngineModel, settings: EngineSettings) -> Demand:
         gpus = visible_gpus(settings.device)
         ranks = settings.ranks or 1
-        processes = range(settings.replicas * ranks)
+        here = find_sites(settings, self._launched, gpus)[0].replicas  # on this machine
+        processes = range(here * ranks)
         devices = settings.devices or [index % max(gpus, 1) for index in processes]
         given = settings.memory_share if settings.memory_share < 1.0 else None
         size = weight_bytes(model.engine_config.path)
@@ -111,26 +122,28 @@ class EnginePool:
 
     def _create(self, model: EngineModel, settings: EngineSettings) -> PooledEngine:
         gpus = visible_gpus(settings.device)
-        hosts = self._hosts if spans_machines(settings, self._launched, gpus) else None
+        spans = spans_machines(settings, self._launched, gpus)
         ids = request_ids()  # shared: the replica of a request is found by its id
 
-        def client(settings: EngineSettings) -> EngineClient:
+        def client(index: int, site: ReplicaSite) -> EngineClient:
             return EngineClient(
                 model.engine_config.path,
-                settings,
+                # the replicas of one machine divide it
+                replace(settings, replicas=site.replicas, replica=site.replica),
                 self._supervision,
                 self._command,
                 model.name,
                 self.frontends,
                 ids,
-                hosts,
+                self._hosts if spans or site.process else None,
+                site.process,
+                index if settings.replicas > 1 else None,
             )
 
-        if settings.replicas == 1:
-            return client(settings)
-        return Replicas(
-            [client(replace(settings, replica=index)) for index in range(settings.replicas)]
-        )
+        sites = find_sites(settings, self._launched, gpus)
+        explain_sites(model.name, sites, self._launched, gpus)
+        clients = [client(index, site) for index, site in enumerate(sites)]
+        return clients[0] if len(clients) == 1 else Replicas(clients)
 
     def check(self, models: Iterable[EngineModel]) -> None:
         """Raise ValueError if a setting that overrides the repository's cannot be used."""
@@ -142,7 +155,9 @@ class EnginePool:
                 settings = replace(model.settings, **self._settings)
                 config = model.engine_config
                 settings = self._choose(settings, model)
-                spans_machines(settings, self._launched, visible_gpus(settings.device))
+                gpus = visible_gpus(settings.device)
+                spans_machines(settings, self._launched, gpus)
+                find_sites(settings, self._launched, gpus)
                 check_ranks(config.spec, config.quantisation, settings.ranks or 1)
             except ValueError as error:
                 raise ValueError(f"{model.name}: {error}") from error
@@ -196,7 +211,7 @@ class EnginePool:
         if before is not None and before is not client:
             client.continue_counters_of(before)
         self._clients[name] = client
-        self._watch(name, client)
+        self._watch(client)
         self.on_change()
         return before if before is not client else None
 
@@ -213,6 +228,7 @@ class EnginePool:
 
     async def release(self, client: PooledEngine, patience_seconds: float) -> None:
         """Wait for its requests, then end its process and free its memory."""
+        self._unwatch(client)  # its failure concerns only the requests that it still has
         self._leaving.add(client)
         client.begin_drain()
         try:
@@ -228,6 +244,8 @@ class EnginePool:
             await client.stop()
             client.mark_ended()
             self._leaving.discard(client)
+            for successor in (*self, *self._leaving):
+                successor.drop_ended_predecessor()
             self.on_released(client)
 
     def begin_drain(self) -> None:
@@ -250,11 +268,20 @@ class EnginePool:
         for client in (*self, *self._leaving):
             client.kill()
 
-    def _watch(self, name: str, client: PooledEngine) -> None:
-        task = asyncio.ensure_future(client.wait_failed())
-        self._watched[task] = name
+    def abandon(self) -> None:
+        """Kill all processes and remove their files, from any thread, before this process ends."""
+        for client in (*self, *self._leaving):
+            client.abandon()
+
+    def _watch(self, client: PooledEngine) -> None:
+        self._watched[asyncio.ensure_future(client.wait_failed())] = client
         if self._changed is not None:
             self._changed.set()
+
+    def _unwatch(self, client: PooledEngine) -> None:
+        for task in [task for task, watched in self._watched.items() if watched is client]:
+            del self._watched[task]
+            task.cancel()
 
     async def wait_failed(self) -> str:
         """Wait until one of the engines in use has failed for good and return the reason."""
@@ -265,8 +292,8 @@ class EnginePool:
             await asyncio.wait([changed, *self._watched], return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
             for task in [task for task in self._watched if task.done()]:
-                name = self._watched.pop(task)
-                if name in self._clients:
+                # An engine that was replaced has the name of its successor.
+                if self._watched.pop(task) in self._clients.values():
                     return task.result()
 
 

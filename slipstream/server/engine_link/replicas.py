@@ -29,7 +29,7 @@ from slipstream.server.engine_link.routing import Policy, Router, block_hashes, 
 
 logger = logging.getLogger(__name__)
 
-_MOST_ADAPTERS = 100_000  # adapters whose replicas are remembered
+_MAX_ADAPTERS = 100_000  # adapters whose replicas are remembered
 _USUAL_STEP_TOKENS = 512  # of an engine that does not say
 
 
@@ -153,7 +153,7 @@ class ReplicaChooser:
         if request.adapter_source is not None:
             self._adapters[request.adapter] = self._adapters.get(request.adapter, 0) | 1 << index
             self._adapters.move_to_end(request.adapter)
-            if len(self._adapters) > _MOST_ADAPTERS:
+            if len(self._adapters) > _MAX_ADAPTERS:
                 self._adapters.popitem(last=False)
         in_flight.observer = _Progress(self, index, request, chain, cached)
 
@@ -239,7 +239,7 @@ class Replicas:
 
     @property
     def ready(self) -> bool:
-        """Whether a replica serves, accepts new work and makes progress."""
+        """Return whether a replica serves, accepts new work and makes progress."""
         return any(client.ready for client in self.clients)
 
     @property
@@ -262,6 +262,10 @@ class Replicas:
     def continue_counters_of(self, predecessor: Engine) -> None:
         """Add the totals of the engine that this one replaces, which may still finish its work."""
         self._past.predecessor = predecessor
+
+    def drop_ended_predecessor(self) -> None:
+        """Keep the totals of a predecessor that has ended, and no longer the predecessor."""
+        self._past.drop_ended()
 
     def spawn(self) -> None:
         """Start the processes. Call this from the main thread, as `EngineClient.spawn`."""
@@ -317,13 +321,18 @@ class Replicas:
         await asyncio.gather(*self._starting, return_exceptions=True)
 
     def mark_ended(self) -> None:
-        """Note that the processes are gone, so that the statistics are final."""
+        """Note that the processes have ended, so that the statistics are final."""
         self._serves = False
 
     def kill(self) -> None:
         """End the processes now, without an event loop."""
         for client in self.clients:
             client.kill()
+
+    def abandon(self) -> None:
+        """Kill the processes and remove their files, from any thread, before this process ends."""
+        for client in self.clients:
+            client.abandon()
 
 
 class LinkedReplicas:

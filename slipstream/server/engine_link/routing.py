@@ -36,9 +36,7 @@ _HASH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """When a cached prefix decides, and when the load does. The numbers are those of SGLang's
-    router.
-    """
+    """The thresholds at which load decides instead of a cached prefix, as in SGLang's router."""
 
     matched_share: float = 0.5  # least share of the prompt's blocks that a replica must know
     load_difference: float = 32.0  # most load above that of the least loaded replica

@@ -3,10 +3,11 @@ engine.
 
     link = SharedLink(deliver)             # on any thread
     serve(loop, link)                      # on the engine's thread
-    link.put(LendEngine(info, paths))      # on any thread: connect the front ends of a server
+    link.put(ConnectServer(info, paths))   # on any thread: connect the front ends of a server
 
 The server's processes reach the engine as they reach an engine process: over sockets whose paths
-are in the order that starts one. `engine_worker/lent.py` takes the place of that process.
+are in the order that starts one. `engine_worker/shared_engine_proxy.py` runs in place of that
+process.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ _REASON_LINGER_MS = 1000  # longest wait until the server has the reason why the
 
 
 @dataclass(frozen=True)
-class LendEngine:
+class ConnectServer:
     """Connect the front ends of a server."""
 
     info: EngineInfo
     sockets: list[str]  # paths, one for each front end
-    on_end: Callable[[], None]  # called on the engine's thread when the server leaves the engine
+    on_end: Callable[[], None]  # called on the engine's thread when the server disconnects
 
 
 @dataclass(frozen=True)
-class TakeBack:
-    """Cancel the requests of the server, and leave its front ends."""
+class DisconnectServer:
+    """Cancel the requests of the server, and disconnect from its front ends."""
 
-    sockets: list[str]  # of the server that has ended: a later one may have come
+    sockets: list[str]  # of the server that has ended: a later one may be connected
 
 
 class SharedLink:
@@ -60,14 +61,18 @@ class SharedLink:
     def __init__(self, deliver: Callable[[StepOutputs | EngineStats], None]) -> None:
         """deliver: takes the outputs of this process, and the statistics"""
         self._deliver = deliver
-        self._inbox: queue.SimpleQueue[ToLoop | LendEngine | TakeBack] = queue.SimpleQueue()
-        self._taken: list[ToLoop | LendEngine | TakeBack] = []  # that `wait` took from the inbox
+        self._inbox: queue.SimpleQueue[ToLoop | ConnectServer | DisconnectServer] = (
+            queue.SimpleQueue()
+        )
+        self._taken: list[
+            ToLoop | ConnectServer | DisconnectServer
+        ] = []  # that `wait` took from the inbox
         # readable when the inbox may have a message, for a wait on the sockets
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._open = True
         self._lock = threading.Lock()  # held to use `_wake` and to close it
         self._server: EngineEnd | None = None
-        self._lent: LendEngine | None = None
+        self._connected: ConnectServer | None = None
         self._live: set[int] = set()  # unfinished requests of the server
         self._splitter = OutputSplitter()
 
@@ -76,7 +81,7 @@ class SharedLink:
         """A thread cannot stop alone, but a server expects messages."""
         return math.inf if self._server is None else self._server.heartbeat_seconds
 
-    def put(self, message: ToLoop | LendEngine | TakeBack) -> None:
+    def put(self, message: ToLoop | ConnectServer | DisconnectServer) -> None:
         self._inbox.put(message)
         with self._lock:
             if self._open:
@@ -104,12 +109,12 @@ class SharedLink:
     def receive_waiting(self) -> list[ToLoop]:
         found: list[ToLoop] = []
         for message in self._take_inbox():
-            if isinstance(message, LendEngine):
-                found += self._take_back()
-                self._lend(message)
-            elif isinstance(message, TakeBack):
-                if self._lent is not None and self._lent.sockets == message.sockets:
-                    found += self._take_back()
+            if isinstance(message, ConnectServer):
+                found += self._disconnect_server()
+                self._connect_server(message)
+            elif isinstance(message, DisconnectServer):
+                if self._connected is not None and self._connected.sockets == message.sockets:
+                    found += self._disconnect_server()
             else:
                 found.append(message)
         if self._server is not None:
@@ -120,15 +125,15 @@ class SharedLink:
         """Send the server the reason why the engine ends."""
         if self._server is not None:
             self._server.send(EngineFailed(reason))
-        self._take_back(linger_ms=_REASON_LINGER_MS)
+        self._disconnect_server(linger_ms=_REASON_LINGER_MS)
         for message in self._take_inbox():
-            if isinstance(message, LendEngine):
+            if isinstance(message, ConnectServer):
                 message.on_end()
         with self._lock:
             self._open = False
             os.close(self._wake)
 
-    def _take_inbox(self) -> list[ToLoop | LendEngine | TakeBack]:
+    def _take_inbox(self) -> list[ToLoop | ConnectServer | DisconnectServer]:
         messages = self._taken
         self._taken = []
         try:
@@ -143,7 +148,7 @@ class SharedLink:
         found: list[ToLoop] = []
         for message in server.receive_waiting():
             if isinstance(message, Shutdown):
-                return [*found, *self._take_back()]
+                return [*found, *self._disconnect_server()]
             if isinstance(message, GenerateRequest):
                 self._live.add(message.request_id)
             found.append(message)
@@ -162,20 +167,20 @@ class SharedLink:
                     self._live.discard(request_id)
             self._server.send(part)
 
-    def _lend(self, message: LendEngine) -> None:
-        self._lent = message
+    def _connect_server(self, message: ConnectServer) -> None:
+        self._connected = message
         self._server = EngineEnd(message.sockets)
         self._server.watch(self._wake)
         self._server.send(message.info)
 
-    def _take_back(self, linger_ms: int = 0) -> list[ToLoop]:
-        """Leave the server. Return the messages that end its requests."""
-        if self._server is None or self._lent is None:
+    def _disconnect_server(self, linger_ms: int = 0) -> list[ToLoop]:
+        """Disconnect from the server. Return the messages that end its requests."""
+        if self._server is None or self._connected is None:
             return []
         self._server.close(linger_ms)
-        on_end = self._lent.on_end
+        on_end = self._connected.on_end
         self._server = None
-        self._lent = None
+        self._connected = None
         cancelled = sorted(self._live)
         self._live.clear()
         on_end()

@@ -22,8 +22,9 @@ class Silence:
     """The time since the last message of an engine.
 
     Messages come between two steps, and a step on a CPU can take seconds. An engine that sends
-    nothing but computes is in such a step. One that does not compute waits for something that does
-    not come, unless a GPU computes for it.
+    nothing but computes is in such a step, or in a loop that does not end: a quarter of the longest
+    silence tells them apart. One without requests has no steps. One that does not compute waits for
+    something that does not come, unless a GPU computes for it.
     """
 
     def __init__(self, longest_seconds: float) -> None:
@@ -33,27 +34,35 @@ class Silence:
         self._usual_seconds = 0.0  # the longest silence before; forgotten slowly
         self._unused_seconds = 0.0  # time in which no process of the engine computed
         self._explained = True  # a step may be the reason of the silence
+        self._in_step = True  # the processes may compute a step
 
     @property
     def unusual(self) -> bool:
         if self.seconds <= SILENT_SECONDS:
             return False
-        if self._unused_seconds <= SILENT_SECONDS:
+        if self._unused_seconds <= SILENT_SECONDS and self._in_step:
             return self.seconds > max(SILENT_SECONDS, self._longest_seconds / 4)
         limit = min(2 * self._usual_seconds, self._longest_seconds / 4)
         return not self._explained or self.seconds > limit
 
     def count(
-        self, seconds: float, heard: bool, computed: bool = False, explained: bool = True
+        self,
+        seconds: float,
+        heard: bool,
+        computed: bool = False,
+        explained: bool = True,
+        in_step: bool = True,
     ) -> None:
         """Note that this much time has passed.
 
         heard: a message came in it
         computed: the processes used a CPU
         explained: without that, a step may still be the reason why no message comes
+        in_step: with that, a step may be the reason
         """
         self._usual_seconds *= 0.5 ** (seconds / _FORGET_SECONDS)
         self._explained = explained
+        self._in_step = in_step
         self._unused_seconds = 0.0 if computed else self._unused_seconds + seconds
         if heard:
             self._usual_seconds = max(self._usual_seconds, self.seconds)
@@ -87,11 +96,22 @@ class Responsiveness:
         self._state = state
         self._stopped_seconds = self._stopped_seconds + seconds if state.stopped else 0.0
 
-    def count_silence(self, seconds: float, busy: bool, on_cpu: bool) -> None:
-        """Note that this much time has passed. busy: the engine has requests"""
+    def count_silence(
+        self, seconds: float, busy: bool, on_cpu: bool, all_known: bool = False
+    ) -> None:
+        """Note that this much time has passed.
+
+        busy: the engine has requests; all_known: without them, it has none of any front end
+        """
         # A GPU, or another machine, may compute while no process here does.
         elsewhere = not on_cpu or self._state.cpu_seconds is None
-        self._silence.count(seconds, self.heard, self._computed, explained=busy and elsewhere)
+        self._silence.count(
+            seconds,
+            self.heard,
+            self._computed,
+            explained=busy and elsewhere,
+            in_step=busy or not all_known,
+        )
         self.heard = False
 
     def find_hang(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.engine.messages import FRONTEND_SHIFT, Scores, StepOutputs
 
-MOST_LOGITS_BYTES = 1 << 20  # logits of prompts in one message
+MAX_LOGITS_BYTES = 1 << 20  # logits of prompts in one message
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def split_logits(outputs: StepOutputs) -> Iterator[StepOutputs]:
             continue
         logits = scores.context_logits
         cached = outputs.cached_tokens[row]
-        last = max(0, len(logits) - 1) // MOST_LOGITS_BYTES * MOST_LOGITS_BYTES
-        for start in range(0, last, MOST_LOGITS_BYTES):
-            part = Scores(context_logits=logits[start : start + MOST_LOGITS_BYTES])
+        last = max(0, len(logits) - 1) // MAX_LOGITS_BYTES * MAX_LOGITS_BYTES
+        for start in range(0, last, MAX_LOGITS_BYTES):
+            part = Scores(context_logits=logits[start : start + MAX_LOGITS_BYTES])
             yield StepOutputs([request_id], [0], [""], [cached], scores={request_id: part})
         scores.context_logits = logits[last:]
     yield outputs

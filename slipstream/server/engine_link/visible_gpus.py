@@ -1,4 +1,4 @@
-"""Which GPUs engines probably run on, without loading torch."""
+"""The GPUs that engines probably run on, found without torch."""
 
 from __future__ import annotations
 

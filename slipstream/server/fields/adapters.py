@@ -93,7 +93,7 @@ class AdapterRegistry:
         return name in self._added
 
     def add(self, name: str, folder: Path) -> None:
-        """Let requests name the adapter in this folder. It replaces one that was added before."""
+        """Register the adapter in this folder, in place of one that was added before."""
         self._added[name] = folder
 
     def remove(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What every front end serves: the handler of the HTTP port, with the routes of all protocols."""
+"""The handler of the HTTP port, with the routes of all protocols, for every front end."""
 
 from __future__ import annotations
 

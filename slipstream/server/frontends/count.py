@@ -1,11 +1,11 @@
-"""How many processes a server has where the operator does not say: `--frontends auto`."""
+"""The number of server processes if the operator does not set it: `--frontends auto`."""
 
 from __future__ import annotations
 
 # several front ends pay from this many cores on
-LEAST_CORES = 8
+MIN_CORES = 8
 CORES_PER_FRONTEND = 4
-MOST_CHOSEN = 8
+MAX_CHOSEN = 8
 
 
 def choose_count(on_gpu: bool, cores: float) -> int:
@@ -13,6 +13,6 @@ def choose_count(on_gpu: bool, cores: float) -> int:
 
     On a CPU the engine needs all cores. Beside a GPU its process and the kernel need some, too.
     """
-    if not on_gpu or cores < LEAST_CORES:
+    if not on_gpu or cores < MIN_CORES:
         return 1
-    return min(MOST_CHOSEN, int(cores) // CORES_PER_FRONTEND)
+    return min(MAX_CHOSEN, int(cores) // CORES_PER_FRONTEND)

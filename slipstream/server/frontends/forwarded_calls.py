@@ -23,7 +23,7 @@ from slipstream.server.grpc.transport import INTERNAL, ClientGone, Handler, Stat
 
 logger = logging.getLogger(__name__)
 
-_MOST_UNREAD = 8  # messages of a client that wait for their handler
+_MAX_UNREAD = 8  # messages of a client that wait for their handler
 _CLOSE_SECONDS = 5.0  # longest wait for a secondary front end to read the status of a call
 
 
@@ -101,7 +101,7 @@ class ForwardedCall:
         self.metadata: Sequence[tuple[str, str | bytes]] = head.metadata
         self._peer = head.peer
         self._stream = stream
-        self._messages: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_UNREAD)
+        self._messages: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_UNREAD)
 
     def peer(self) -> str:
         return self._peer

@@ -17,26 +17,8 @@ import msgspec
 
 from slipstream.server.engine_link.child import child_environment
 from slipstream.server.engine_link.link import describe_exit
+from slipstream.server.frontends import messages
 from slipstream.server.frontends.frames import FrameStream
-from slipstream.server.frontends.messages import (
-    FROM_SECONDARY,
-    Close,
-    Collect,
-    Collected,
-    Configure,
-    ControlError,
-    Counted,
-    Failed,
-    Follow,
-    Followed,
-    FromSecondary,
-    FrontendOptions,
-    StartOrder,
-    StopRequests,
-    ToSecondary,
-    decode,
-    encode,
-)
 from slipstream.server.frontends.upstream import ConnectionReceiver
 from slipstream.server.log.capture import Relay
 from slipstream.server.log.output import HANDLER
@@ -55,7 +37,7 @@ _EXIT_SECONDS = 2.0
 class Owner(Protocol):
     """The primary front end, as far as a member calls it."""
 
-    def on_counted(self, index: int, message: Counted) -> None: ...
+    def on_counted(self, index: int, message: messages.Counted) -> None: ...
     def on_connection(self, kind: bytes, connection: socket.socket) -> None: ...
     def on_exit(self, index: int, how: str) -> None: ...
 
@@ -67,7 +49,7 @@ class Member:
         self,
         index: int,
         frontends: int,
-        options: FrontendOptions,
+        options: messages.FrontendOptions,
         counts: int,
         http: socket.socket | None,
         owner: Owner,
@@ -85,12 +67,12 @@ class Member:
         self._control: FrameStream | None = None
         self._receiver: ConnectionReceiver | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._sent: Follow | None = None  # the last state that was sent
+        self._sent: messages.Follow | None = None  # the last state that was sent
         self._followed = 0  # number of the last state that it follows
         self._collected = 0
         self._waiting: set[asyncio.Future[None]] = set()
         self._silent_seconds: float | None = None  # None: it has sent no message yet
-        self.reason = ""  # why it leaves, if it has said so
+        self.reason = ""  # the reason that it sent before its end, if it sent one
         self.leaving = False  # it is about to exit
 
     # -- the process
@@ -102,7 +84,7 @@ class Member:
         self._control_socket, control = socket.socketpair()
         self._carrier, carrier = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         http = -1 if self._http is None else self._http.fileno()
-        order = StartOrder(
+        order = messages.StartOrder(
             self.index,
             self._frontends,
             os.getpid(),
@@ -144,7 +126,7 @@ class Member:
         streams = await asyncio.open_unix_connection(sock=self._control_socket)
         self._control = FrameStream(*streams)
         self._receiver = ConnectionReceiver(self._carrier, self._owner.on_connection)
-        self._send(Configure(self._options))
+        self._send(messages.Configure(self._options))
         self._reading = asyncio.ensure_future(self._read(self._control))
         event_loop = asyncio.get_running_loop()
         threading.Thread(
@@ -200,7 +182,7 @@ class Member:
 
     # -- messages
 
-    async def follow(self, state: Follow) -> None:
+    async def follow(self, state: messages.Follow) -> None:
         """Return when the process follows this state. Kill it if it does not in time."""
         if not self.running:
             return
@@ -218,7 +200,7 @@ class Member:
         A process that has been silent for longer than the wait is not waited for again.
         """
         if self.running and (self._silent_seconds or 0.0) < COLLECT_SECONDS:
-            self._send(Collect(number))
+            self._send(messages.Collect(number))
             if not await self._wait(lambda: self._collected >= number, COLLECT_SECONDS):
                 logger.warning("front end %d did not send its statistics in time", self.index)
 
@@ -235,43 +217,43 @@ class Member:
                 self.kill()
 
     def stop_requests(self, model: str, request_id: str) -> None:
-        self._send(StopRequests(model, request_id))
+        self._send(messages.StopRequests(model, request_id))
 
     async def close(self, seconds: float) -> None:
-        """Let the process finish its responses for this long, and end it."""
+        """Give the process this long to finish its responses, and end it."""
         self.leaving = True
         self.stop_listening()
         if self._process is None:
             return
-        self._send(Close(seconds))
+        self._send(messages.Close(seconds))
         await self._wait(lambda: False, seconds + _EXIT_SECONDS)
         self.kill()
         await self._wait(lambda: False, _EXIT_SECONDS)
 
-    def _send(self, message: ToSecondary) -> None:
+    def _send(self, message: messages.ToSecondary) -> None:
         if self._control is not None:
-            self._control.write(*encode(message))
+            self._control.write(*messages.encode(message))
 
     async def _read(self, control: FrameStream) -> None:
         while (frame := await control.read()) is not None:
             try:
-                self._receive(decode(frame.kind, frame.content, FROM_SECONDARY))
-            except ControlError:
+                self._receive(messages.decode(frame.kind, frame.content, messages.FROM_SECONDARY))
+            except messages.ControlError:
                 logger.exception("front end %d is killed:", self.index)
                 self.kill()
                 return
 
-    def _receive(self, message: FromSecondary) -> None:
+    def _receive(self, message: messages.FromSecondary) -> None:
         self._silent_seconds = 0.0
-        if isinstance(message, Counted):
+        if isinstance(message, messages.Counted):
             self._owner.on_counted(self.index, message)
-        elif isinstance(message, Followed):
+        elif isinstance(message, messages.Followed):
             self._followed = message.number
             self._wake()
-        elif isinstance(message, Collected):
+        elif isinstance(message, messages.Collected):
             self._collected = message.number
             self._wake()
-        elif isinstance(message, Failed):
+        elif isinstance(message, messages.Failed):
             self.reason = message.reason
 
     async def _wait(self, done: Callable[[], bool], seconds: float) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 from slipstream.repository.models import EngineModel
 from slipstream.server.kserve.access import Restriction
 from slipstream.server.kserve.certificates import CertificateFiles
-from slipstream.server.kserve.sites import Sites
+from slipstream.server.kserve.origins import OriginPolicy
 from slipstream.server.log.output import LogSettings
 from slipstream.server.metrics.increments import Increments
 from slipstream.server.models.build import Recipe
@@ -24,14 +24,14 @@ from slipstream.server.models.build import Recipe
 
 @dataclass(frozen=True)
 class FrontendOptions:
-    """What a secondary front end must know of the server's options."""
+    """The server's options that a secondary front end needs."""
 
     api_key: str = field(default="", repr=False)
     admin_key: str = field(default="", repr=False)
     http_restrictions: dict[str, Restriction] = field(default_factory=dict, repr=False)
     grpc_restrictions: dict[str, Restriction] = field(default_factory=dict, repr=False)
     health_needs_key: bool = False
-    sites: Sites = field(default_factory=Sites)
+    origin_policy: OriginPolicy = field(default_factory=OriginPolicy)
     http_certificate: CertificateFiles | None = None  # None: the HTTP port has no TLS
     server_name: str = "triton"
     http_max_input_bytes: int = 0
@@ -154,7 +154,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class Failed:
-    """The last message: why the front end cannot go on."""
+    """The last message: why the front end cannot continue."""
 
     reason: str
 

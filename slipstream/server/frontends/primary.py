@@ -67,7 +67,7 @@ class LinkedModel:
 
 @dataclass(frozen=True)
 class ServerView:
-    """What secondary front ends must know of the server, read when it is sent."""
+    """The state of the server that secondary front ends need, read when it is sent."""
 
     models: Callable[[], Iterable[LinkedModel]]
     listening: Callable[[], bool]
@@ -184,7 +184,7 @@ class Frontends:
         return sum(self.table.count_frontend(member.index) for member in self._members)
 
     async def close(self, seconds: float) -> None:
-        """Let the others finish the responses that they send, and end them."""
+        """Give the others time to finish the responses that they send, and end them."""
         self._closing = True
         await asyncio.gather(*(member.close(seconds) for member in self._members))
         if self._calls is not None:
@@ -199,6 +199,11 @@ class Frontends:
             member.kill()
         for member in self._members:
             member.reap()
+
+    def abandon(self) -> None:
+        """End the processes, from any thread, before this process ends."""
+        for member in self._members:
+            member.kill()
 
     # -- the state of the server
 

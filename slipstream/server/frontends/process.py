@@ -18,30 +18,13 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.server.frontends import messages
 from slipstream.server.frontends.app import create_app
 from slipstream.server.frontends.frames import FrameStream
 from slipstream.server.frontends.grpc_forwarding import GrpcForwarder, secondary_handlers
 from slipstream.server.frontends.http_forwarding import FrontendRoutes, HttpForwarder
 from slipstream.server.frontends.in_flight import InFlightTable
 from slipstream.server.frontends.local_models import LocalModels, LocalRegistry, PrimaryMemory
-from slipstream.server.frontends.messages import (
-    TO_SECONDARY,
-    Close,
-    Collect,
-    Collected,
-    Configure,
-    Counted,
-    Failed,
-    Follow,
-    Followed,
-    FromSecondary,
-    FrontendOptions,
-    StartOrder,
-    StopRequests,
-    compile_pattern,
-    decode,
-    encode,
-)
 from slipstream.server.frontends.upstream import Upstream
 from slipstream.server.grpc.infer import Inference
 from slipstream.server.grpc.options import GrpcOptions, add_port
@@ -54,7 +37,7 @@ from slipstream.server.kserve.health import ServerState
 from slipstream.server.log.capture import capture_python_reports
 from slipstream.server.log.formats import RELAYED
 from slipstream.server.log.output import LogSettings, configure_log
-from slipstream.server.log.parent import die_with
+from slipstream.server.log.parent_death import die_with
 from slipstream.server.metrics.optional_metrics import MetricsConfig
 from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.server.models.token_model import TokenModel
@@ -69,7 +52,9 @@ _CERTIFICATES = ("server_certificate", "server_key", "root_certificate")
 
 
 class SecondaryFrontend:
-    def __init__(self, order: StartOrder, options: FrontendOptions, control: FrameStream) -> None:
+    def __init__(
+        self, order: messages.StartOrder, options: messages.FrontendOptions, control: FrameStream
+    ) -> None:
         self._order = order
         self._options = options
         self._control = control
@@ -104,8 +89,8 @@ class SecondaryFrontend:
         counting = asyncio.ensure_future(self._count())
         try:
             while (frame := await self._control.read()) is not None:
-                message = decode(frame.kind, frame.content, TO_SECONDARY)
-                if isinstance(message, Close):
+                message = messages.decode(frame.kind, frame.content, messages.TO_SECONDARY)
+                if isinstance(message, messages.Close):
                     await self._close(message.seconds)
                     return 0
                 await self._apply(message)
@@ -113,16 +98,19 @@ class SecondaryFrontend:
             counting.cancel()
         return 1
 
-    async def _apply(self, message: Follow | Collect | StopRequests | Configure) -> None:
-        if isinstance(message, Follow):
+    async def _apply(
+        self,
+        message: messages.Follow | messages.Collect | messages.StopRequests | messages.Configure,
+    ) -> None:
+        if isinstance(message, messages.Follow):
             await self._follow(message)
-        elif isinstance(message, Collect):
+        elif isinstance(message, messages.Collect):
             self._send_counts()
-            self._send(Collected(message.number))
-        elif isinstance(message, StopRequests):
+            self._send(messages.Collected(message.number))
+        elif isinstance(message, messages.StopRequests):
             self._stop(message)
 
-    async def _follow(self, state: Follow) -> None:
+    async def _follow(self, state: messages.Follow) -> None:
         _follow_log(state.log)
         # A request that has begun here ends here, also where tracing begins meanwhile.
         self._routes.forward_all = state.tracing
@@ -133,7 +121,7 @@ class SecondaryFrontend:
         await self._models.follow(state.engines, state.models, state.draining)
         if state.listening and not self._opened:
             await self._open()
-        self._send(Followed(state.number))
+        self._send(messages.Followed(state.number))
 
     async def _open(self) -> None:
         self._opened = True
@@ -143,7 +131,7 @@ class SecondaryFrontend:
         if self._order.http >= 0:
             await self._http.open(socket.socket(fileno=self._order.http))
 
-    def _stop(self, message: StopRequests) -> None:
+    def _stop(self, message: messages.StopRequests) -> None:
         for entry in self._registry:
             model = entry.model.unwrapped
             if entry.name == message.model and isinstance(model, TokenModel):
@@ -157,18 +145,18 @@ class SecondaryFrontend:
             if self._send_counts():
                 silent_seconds = 0.0
             elif silent_seconds >= ALIVE_SECONDS:
-                self._send(Counted([]))  # the primary front end kills a silent process
+                self._send(messages.Counted([]))  # the primary front end kills a silent process
                 silent_seconds = 0.0
 
     def _send_counts(self) -> bool:
-        """Send what was counted since the last time; return whether there was something."""
+        """Send the counts since the last time; return whether there were any."""
         increments = self.metrics.take_increments()
         if increments:
-            self._send(Counted(increments))
+            self._send(messages.Counted(increments))
         return bool(increments)
 
-    def _send(self, message: FromSecondary) -> None:
-        self._control.write(*encode(message))
+    def _send(self, message: messages.FromSecondary) -> None:
+        self._control.write(*messages.encode(message))
 
     async def _close(self, seconds: float) -> None:
         await asyncio.gather(self._grpc.stop(seconds), self._http.close(seconds))
@@ -176,20 +164,20 @@ class SecondaryFrontend:
         await self._control.drain()
 
 
-def _metrics_config(options: FrontendOptions) -> MetricsConfig:
+def _metrics_config(options: messages.FrontendOptions) -> MetricsConfig:
     settings = dict(options.metrics_settings)
     if "summary_quantiles" in settings:
         settings["summary_quantiles"] = tuple(settings["summary_quantiles"])
     return MetricsConfig(**settings)
 
 
-def _chat_options(options: FrontendOptions) -> ChatOptions:
+def _chat_options(options: messages.FrontendOptions) -> ChatOptions:
     return ChatOptions(
         options.chat_template_folder, options.tool_call_parser, options.reasoning_parser
     )
 
 
-def _grpc_options(options: FrontendOptions) -> GrpcOptions:
+def _grpc_options(options: messages.FrontendOptions) -> GrpcOptions:
     paths = {
         name: Path(value)
         for name, value in options.grpc_settings.items()
@@ -198,7 +186,7 @@ def _grpc_options(options: FrontendOptions) -> GrpcOptions:
     return GrpcOptions(**{**options.grpc_settings, **paths, "share_port": True})
 
 
-def _context(options: FrontendOptions) -> ServerContext:
+def _context(options: messages.FrontendOptions) -> ServerContext:
     return ServerContext(
         trace=TraceSettings(),
         memory=PrimaryMemory(),
@@ -209,12 +197,12 @@ def _context(options: FrontendOptions) -> ServerContext:
             options.grpc_restrictions,
             options.health_needs_key,
         ),
-        sites=options.sites,
+        origin_policy=options.origin_policy,
         server_name=options.server_name,
         http_max_input_bytes=options.http_max_input_bytes,
         embedding_pooling=options.embedding_pooling,
-        http_forwarded_headers=compile_pattern(options.http_forwarded_headers),
-        grpc_forwarded_headers=compile_pattern(options.grpc_forwarded_headers),
+        http_forwarded_headers=messages.compile_pattern(options.http_forwarded_headers),
+        grpc_forwarded_headers=messages.compile_pattern(options.grpc_forwarded_headers),
     )
 
 
@@ -233,25 +221,25 @@ def _log_format() -> str:
     return "default" if sys.stderr.isatty() else RELAYED
 
 
-async def serve(order: StartOrder) -> int:
+async def serve(order: messages.StartOrder) -> int:
     streams = await asyncio.open_unix_connection(sock=socket.socket(fileno=order.control))
     control = FrameStream(*streams)
     first = await control.read()
     if first is None:
         return 1
-    configure = decode(first.kind, first.content, TO_SECONDARY)
-    assert isinstance(configure, Configure), "the first message has the options"
+    configure = messages.decode(first.kind, first.content, messages.TO_SECONDARY)
+    assert isinstance(configure, messages.Configure), "the first message has the options"
     try:
         return await SecondaryFrontend(order, configure.options, control).run()
     except (OSError, ValueError, RuntimeError) as error:
         logger.exception("a front end leaves:")
-        control.write(*encode(Failed(str(error))))
+        control.write(*messages.encode(messages.Failed(str(error))))
         await control.drain()
         return 1
 
 
 def main() -> int:
-    order = msgspec.json.decode(sys.argv[1], type=StartOrder)
+    order = msgspec.json.decode(sys.argv[1], type=messages.StartOrder)
     if not die_with(order.parent_process):
         return 1
     # The primary front end decides when this one leaves.

@@ -6,7 +6,7 @@ nearly all of it on the futures and callbacks around every operation. Here an op
 with the function that takes its result.
 
 This is the only module that uses private names of grpcio. `transport.TESTED_VERSIONS` bounds its
-versions, and importing the module fails where one of the names is gone.
+versions, and importing the module fails if one of the names is missing.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ _NO_WAIT = 0  # a deadline that has passed
 _EVENTS_PER_TURN = 64  # then the event loop's other work runs first
 _REQUESTED_CALLS = 16  # calls that the core may hand over before more are requested
 _NO_FLAGS = 0
+_CANCEL_SECONDS = 0.5  # longest wait for the end of calls that were cancelled
 
 
 class CompletionQueue:
@@ -291,7 +292,11 @@ class CoreServer:
             await asyncio.wait_for(ended.wait(), grace or 0)
         except TimeoutError:
             self._core.cancel_all_calls()
-            await ended.wait()
+            try:
+                await asyncio.wait_for(ended.wait(), _CANCEL_SECONDS)
+            except TimeoutError:
+                logger.warning("the gRPC server stops although %d calls run", len(self.running))
+                return  # the core must not be destroyed while it has calls
         self._core.destroy()
         await self._queue.close()
 

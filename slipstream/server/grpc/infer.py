@@ -54,8 +54,8 @@ DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction po
 ERRORS_END_STREAM = "triton_grpc_error"
 
 # A response with more values is encoded in a thread.
-_MOST_VALUES = 1 << 18
-_MOST_UNDER_WAY = 1024  # requests of one stream that run at the same time
+_MAX_VALUES = 1 << 18
+_MAX_RUNNING = 1024  # requests of one stream that run at the same time
 # of a model that was unloaded here after its request was read
 _LEFT = "the model was unloaded meanwhile; send the request again"
 
@@ -103,7 +103,7 @@ class Inference:
                 if answer.error is not None:
                     raise answer.error
         admitted = Admitted(entry, call)
-        if count_values(answer.outputs) <= _MOST_VALUES:
+        if count_values(answer.outputs) <= _MAX_VALUES:
             return self.write(admitted, answer)
         return await in_thread_if_long(
             count_values(answer.outputs), self.encode_long, admitted, answer
@@ -112,12 +112,12 @@ class Inference:
     async def model_stream_infer(
         self, call: StreamCall, on_ordered: Callable[[asyncio.Task[None]], None] | None = None
     ) -> None:
-        """Answer the requests of a stream concurrently. After an error the stream goes on.
+        """Answer the requests of a stream concurrently. After an error the stream continues.
 
         on_ordered: gets the task of each request whose response later responses must follow
         """
         stream = _Stream(call, self.forwarded(call))
-        room = asyncio.Semaphore(_MOST_UNDER_WAY)
+        room = asyncio.Semaphore(_MAX_RUNNING)
         try:
             # a client that leaves cancels this call, and with it all of them
             async with asyncio.TaskGroup() as answering:
@@ -272,7 +272,7 @@ class _Answers:
 
     @property
     def keep_order(self) -> bool:
-        """Whether the model answers once: such responses keep the order of their requests."""
+        """Return whether responses keep the order of their requests: the model answers once."""
         return self._admitted is not None and not self._admitted.entry.model.decoupled
 
     async def run(self, after: asyncio.Task[None] | None) -> None:
@@ -325,7 +325,7 @@ class _Answers:
                 trace.stamp("GRPC_SEND_START")
             await self._stream.write_encoded(encoded)
             return
-        if response.error is None and (count := count_values(response.outputs)) > _MOST_VALUES:
+        if response.error is None and (count := count_values(response.outputs)) > _MAX_VALUES:
             encode = self._inference.encode_long
             encoded = await in_thread_if_long(count, encode, admitted, response, final)
             if (trace := admitted.call.request.times.trace) is not None:

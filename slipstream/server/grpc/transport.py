@@ -1,4 +1,4 @@
-"""What the service needs of a gRPC server, and the choice between the two that provide it.
+"""The interface of a gRPC server, and the choice between its two implementations.
 
 Handlers run on the event loop and take and return bytes. `core_transport` drives gRPC's C core
 directly: it serves up to twice as many small requests as `grpc.aio`. It uses private names of

@@ -45,7 +45,7 @@ _NO_HOST = "the request has no Host header"
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What one client may use of the server."""
+    """The limits of one client."""
 
     url_bytes: int = 8192
     head_bytes: int = 64 << 10  # size of all headers of a request, and of all trailers
@@ -340,7 +340,7 @@ class HttpConnection(asyncio.Protocol):
                 await exchange.respond(500, b"Internal Server Error", TEXT)
 
     def response_sent(self, keep_alive: bool) -> None:
-        """Go on with the next request, or close. Called by the exchange."""
+        """Continue with the next request, or close. Called by the exchange."""
         self._current = None
         if not keep_alive:
             self.close()

@@ -1,4 +1,4 @@
-"""What the dashboard of the page at `/` reads: the metrics, and the last steps of the engines."""
+"""The data of the dashboard of the page at `/`: the metrics, and the last steps of the engines."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.errors import InferenceError
-from slipstream.server.kserve.sites import ANY, Sites
+from slipstream.server.kserve.origins import ANY, OriginPolicy
 from slipstream.server.text.threads import in_thread_if_long
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -174,7 +174,7 @@ class Exchange:
         self.wake_reader()
 
     def wake_reader(self) -> None:
-        """Let `read_body` look again at what has arrived."""
+        """Wake `read_body`, which looks again at what has arrived."""
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
@@ -374,7 +374,7 @@ class Refused(Exception):
         self.content_type = content_type
 
 
-def check_site(sites: Sites, exchange: Exchange) -> bool:
+def check_site(origin_policy: OriginPolicy, exchange: Exchange) -> bool:
     """Raise Refused where a web page may not send this request.
 
     Returns whether the request asks only if a page may send another one (a preflight). It is
@@ -388,29 +388,31 @@ def check_site(sites: Sites, exchange: Exchange) -> bool:
             origin = value
         elif name == b"sec-fetch-site":
             fetch_site = value
-    if not _knows_host(sites, host):
+    if not _knows_host(origin_policy, host):
         called = host.decode("latin-1")
         raise Refused(403, f"This server is not called '{called}'. Allow it with --allowed-host")
     if not origin and not fetch_site:
         return False  # not a browser
     return _check_page(
-        sites, exchange, *(one.decode("latin-1") for one in (origin, host, fetch_site))
+        origin_policy, exchange, *(one.decode("latin-1") for one in (origin, host, fetch_site))
     )
 
 
 @lru_cache(maxsize=256)
-def _knows_host(sites: Sites, host: bytes) -> bool:
-    return sites.knows_host(host.decode("latin-1"))
+def _knows_host(origin_policy: OriginPolicy, host: bytes) -> bool:
+    return origin_policy.knows_host(host.decode("latin-1"))
 
 
-def _check_page(sites: Sites, exchange: Exchange, origin: str, host: str, fetch_site: str) -> bool:
-    if sites.names(origin):
-        exchange.more_headers = _allow_origin(sites, exchange)
+def _check_page(
+    origin_policy: OriginPolicy, exchange: Exchange, origin: str, host: str, fetch_site: str
+) -> bool:
+    if origin_policy.names(origin):
+        exchange.more_headers = _allow_origin(origin_policy, exchange)
         if exchange.method == "OPTIONS":
             return True
     if exchange.method in _READING_METHODS:
         return False  # a browser does not show the response to pages of other origins
-    _check_origin(sites, origin, host, fetch_site)
+    _check_origin(origin_policy, origin, host, fetch_site)
     content_type = exchange.header(b"content-type").partition(b";")[0].strip().lower()
     if content_type in _FORM_TYPES:
         # a page may send these types to any server, without a preflight
@@ -419,7 +421,7 @@ def _check_page(sites: Sites, exchange: Exchange, origin: str, host: str, fetch_
     return False
 
 
-def check_page_for_work(sites: Sites, exchange: Exchange) -> None:
+def check_page_for_work(origin_policy: OriginPolicy, exchange: Exchange) -> None:
     """Raise Refused where a page of another origin asks for work with a method that only reads.
 
     The page does not see the response, but the engines would work for it.
@@ -428,18 +430,18 @@ def check_page_for_work(sites: Sites, exchange: Exchange) -> None:
         names = (b"origin", b"host", b"sec-fetch-site")
         origin, host, fetch_site = (exchange.header(name).decode("latin-1") for name in names)
         if origin or fetch_site:
-            _check_origin(sites, origin, host, fetch_site)
+            _check_origin(origin_policy, origin, host, fetch_site)
 
 
-def _check_origin(sites: Sites, origin: str, host: str, fetch_site: str) -> None:
-    if not sites.accepts(origin, host, fetch_site):
+def _check_origin(origin_policy: OriginPolicy, origin: str, host: str, fetch_site: str) -> None:
+    if not origin_policy.accepts(origin, host, fetch_site):
         page = f"Pages of the origin '{origin}'" if origin else "Pages of other origins"
         raise Refused(403, f"{page} may not use this server. Allow it with --cors-origin")
 
 
-def _allow_origin(sites: Sites, exchange: Exchange) -> Headers:
+def _allow_origin(origin_policy: OriginPolicy, exchange: Exchange) -> Headers:
     """Return the headers that let a page of a named origin read the response."""
-    origin = b"*" if ANY in sites.origins else exchange.header(b"origin")
+    origin = b"*" if ANY in origin_policy.origins else exchange.header(b"origin")
     headers = [
         (b"access-control-allow-origin", origin),
         (b"access-control-expose-headers", b"*"),

@@ -40,7 +40,7 @@ from slipstream.server.text.threads import in_thread_if_long
 
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 NO_RESPONSE = "the model ended without an answer"
-_MOST_JSON_VALUES = 65536  # with more of them a JSON response is sent in chunks
+_MAX_JSON_VALUES = 65536  # with more of them a JSON response is sent in chunks
 _LONG_BYTES = 1 << 20  # a longer response is not copied as a whole
 HEADER_LENGTH = b"inference-header-content-length"
 
@@ -111,7 +111,7 @@ async def answer_infer(
         entry.model.config,
         memory,
     )
-    if written.json_values > _MOST_JSON_VALUES and not written.tensors:
+    if written.json_values > _MAX_JSON_VALUES and not written.tensors:
         await _send_json(written, exchange)
     else:
         await _send(written, exchange)

@@ -211,7 +211,7 @@ class HttpRoutes:
             await exchange.respond(500, body)
 
     async def _dispatch(self, exchange: Exchange) -> None:
-        if check_site(self._context.sites, exchange):
+        if check_site(self._context.origin_policy, exchange):
             await exchange.respond(200, b"")
             return
         found = self._find_route(exchange.path)
@@ -225,7 +225,7 @@ class HttpRoutes:
         if route.methods and exchange.method not in route.methods:
             raise Refused(405, _NOT_ALLOWED, route.not_allowed_type)
         if route.api == "inference":
-            check_page_for_work(self._context.sites, exchange)
+            check_page_for_work(self._context.origin_policy, exchange)
         await route.handler(exchange, parameters)
 
     # -- the server and its models

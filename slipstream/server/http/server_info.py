@@ -12,7 +12,7 @@ from slipstream.server.http.exchange import TEXT, Exchange, Handler, Refused, ch
 from slipstream.server.http.pages import describe_get
 from slipstream.server.http.routes import GET, Parameters, Route, RouteGroup
 from slipstream.server.kserve.health import ServerState
-from slipstream.server.kserve.sites import Sites
+from slipstream.server.kserve.origins import OriginPolicy
 from slipstream.server.kserve.triton_json import write_error
 from slipstream.server.metrics.server_metrics import ServerMetrics
 from slipstream.version import VERSION
@@ -60,7 +60,9 @@ class ServerInfo:
         return paths
 
 
-def serve_metrics(metrics: ServerMetrics, state: ServerState, sites: Sites = Sites()) -> Handler:
+def serve_metrics(
+    metrics: ServerMetrics, state: ServerState, origin_policy: OriginPolicy = OriginPolicy()
+) -> Handler:
     """Return the handler of the metrics port. As in Triton, any other path is an empty 200.
 
     It has the two health probes of the HTTP port, which need no key here: the probes of an
@@ -69,7 +71,7 @@ def serve_metrics(metrics: ServerMetrics, state: ServerState, sites: Sites = Sit
 
     async def answer(exchange: Exchange) -> None:
         try:
-            check_site(sites, exchange)
+            check_site(origin_policy, exchange)
         except Refused as refusal:
             await exchange.respond(refusal.status, write_error(refusal.message), TEXT)
             return

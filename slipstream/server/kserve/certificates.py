@@ -28,7 +28,7 @@ class CertificateFiles:
 
 
 class Reloaded(Generic[_T]):
-    """What is read from certificate files, and read again when they change.
+    """The content of certificate files, read again when they change.
 
     Files that cannot be read are reported, and what was read before is kept: they may be in the
     middle of a change.

@@ -1,4 +1,4 @@
-"""What HTTP and gRPC share besides the models."""
+"""The objects that HTTP and gRPC share besides the models."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from slipstream.server.kserve.access import Access
 from slipstream.server.kserve.inference import RequestTrace
+from slipstream.server.kserve.origins import OriginPolicy
 from slipstream.server.kserve.repository_control import NoControl, RepositoryControl
 from slipstream.server.kserve.shared_memory import SharedMemory
-from slipstream.server.kserve.sites import Sites
 
 DEFAULT_HTTP_MAX_INPUT_BYTES = 64 << 20
 
@@ -41,7 +41,7 @@ class ServerContext:
     control: RepositoryControl = field(default_factory=NoControl)
     memory: SharedMemory = field(default_factory=SharedMemory)
     access: Access = field(default_factory=Access)
-    sites: Sites = field(default_factory=Sites)
+    origin_policy: OriginPolicy = field(default_factory=OriginPolicy)
     server_name: str = "triton"
     http_max_input_bytes: int = DEFAULT_HTTP_MAX_INPUT_BYTES
     embedding_pooling: str = ""  # kind of pooling, whatever the models declare; empty: theirs

@@ -26,7 +26,7 @@ class ServerState:
 
     @property
     def ready(self) -> bool:
-        """Whether the server accepts new work and every engine makes progress."""
+        """Return whether the server accepts new work and every engine makes progress."""
         return (
             not self.draining
             and self.models_ready()

@@ -1,5 +1,5 @@
-"""What passes between a protocol and a model (a request of tensors, a stream of responses), the
-interface of a served model, and the registry that finds one by name and version.
+"""The interface between a protocol and a model: a request of tensors, a stream of responses, a
+served model, and the registry that finds one by name and version.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class TokenRecorder(Protocol):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When a request reached each stage, by `time.monotonic_ns()`; 0: not reached, or not known.
+    """The times at which a request reached each stage, by `time.monotonic_ns()`; 0: not reached, or
+    not known.
 
     A model sets the times that it knows. `attach` connects the counters of the model.
     """
@@ -210,7 +211,7 @@ class ServedModel(ABC):
 
     @property
     def decoupled(self) -> bool:
-        """Whether a request may have any number of responses."""
+        """Return whether a request may have any number of responses."""
         return False
 
     @property
@@ -224,12 +225,14 @@ class ServedModel(ABC):
 
     @property
     def generates(self) -> bool:
-        """Whether it uses an engine or its tokenizer. The response cache is not for such models."""
+        """Return whether it uses an engine or its tokenizer. The response cache is not for such
+        models.
+        """
         return False
 
     @property
     def cached(self) -> bool:
-        """Whether its responses come from the response cache where possible."""
+        """Return whether its responses come from the response cache where possible."""
         return False
 
     @property

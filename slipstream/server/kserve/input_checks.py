@@ -28,7 +28,7 @@ _BATCH_NOTE = (
     "docs for more info on max_batch_size."
 )
 
-MOST_MEMBERS = 4096  # inputs and parameters of a request
+MAX_MEMBERS = 4096  # inputs and parameters of a request
 
 # Lengths, ids and counts that were unsigned in the repositories and clients of 2023.
 _FORMERLY_UNSIGNED = frozenset(
@@ -52,9 +52,9 @@ _FORMERLY_UNSIGNED = frozenset(
 
 def check_member_count(members: Sized) -> None:
     """Refuse a request with more parameters than any model has, before they are read."""
-    if len(members) > MOST_MEMBERS:
+    if len(members) > MAX_MEMBERS:
         raise InferenceError(
-            f"a request has at most {MOST_MEMBERS} inputs and parameters, got {len(members)}"
+            f"a request has at most {MAX_MEMBERS} inputs and parameters, got {len(members)}"
         )
 
 

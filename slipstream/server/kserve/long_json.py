@@ -30,10 +30,10 @@ _CHARACTERS = re.compile(
     r"""|(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F])))*+"""  # half a pair before another character
 )
 
-_MOST_NESTED = 400
+_MAX_NESTED = 400
 # of an array and of an object in a request without tensors
-_MOST_ELEMENTS = 1 << 20
-_MOST_MEMBERS = 1 << 16
+_MAX_ELEMENTS = 1 << 20
+_MAX_MEMBERS = 1 << 16
 
 Piece = list[Any] | npt.NDArray[np.int64]
 Pairs = list[tuple[str, Any]]
@@ -51,7 +51,7 @@ def decode_json(body: bytes) -> Any:
     """
     if len(body) <= LONG_JSON:
         return msgspec.json.decode(body)
-    reader = PieceReader(body.decode(), _PLAIN, dict, _MOST_NESTED, False, _MOST_ELEMENTS)
+    reader = PieceReader(body.decode(), _PLAIN, dict, _MAX_NESTED, False, _MAX_ELEMENTS)
     value = reader.read()
     if has_unicode_escape(body):
         _check_encodable(value)
@@ -110,7 +110,7 @@ class _Run(NamedTuple):
 
     values: list[Any]
     nested: int  # how deep they are arrays
-    more: bool  # whether the array goes on
+    more: bool  # whether the array continues
     position: int  # of what comes next
 
 
@@ -198,8 +198,8 @@ class PieceReader:
                 raise ValueError("a colon after a name is missing")
             value, position = self._value(self._skip_white(position + 1), depth)
             pairs.append((name, value))
-            if self._most_elements is not None and len(pairs) > _MOST_MEMBERS:
-                raise TooManyElements(f"an object of over {_MOST_MEMBERS} members")
+            if self._most_elements is not None and len(pairs) > _MAX_MEMBERS:
+                raise TooManyElements(f"an object of over {_MAX_MEMBERS} members")
             more, position = self._separator(position, "}")
             if not more:
                 return self._make_object(pairs), position

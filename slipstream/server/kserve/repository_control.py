@@ -15,8 +15,8 @@ from slipstream.server.kserve.errors import Code, InferenceError, Unavailable
 
 NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
 FILE_PREFIX = "file:"
-MOST_FILES = 1000
-MOST_FILE_BYTES = 256 << 20
+MAX_FILES = 1000
+MAX_FILE_BYTES = 256 << 20
 NAMED_REPOSITORY = "'repository_name' specification is not supported"
 
 
@@ -81,7 +81,7 @@ def check_repository_name(name: str) -> None:
 
 @dataclass
 class LoadParameters:
-    """What a client sends with a load: a configuration as JSON text, and files by their names."""
+    """The parameters of a load request: a configuration as JSON text, and files by their names."""
 
     config: str | None = None
     files: dict[str, bytes] = field(default_factory=dict)  # `file:1/model.py` and its content
@@ -97,9 +97,9 @@ async def load_model(control: RepositoryControl, name: str, parameters: LoadPara
 def read_files(files: Mapping[str, bytes]) -> dict[PurePosixPath, bytes]:
     """Return a client's files by their paths in the model's folder. Raises InferenceError."""
     size = sum(map(len, files.values()))
-    if len(files) > MOST_FILES or size > MOST_FILE_BYTES:
+    if len(files) > MAX_FILES or size > MAX_FILE_BYTES:
         raise InferenceError(
-            f"a model may have at most {MOST_FILES} files and {MOST_FILE_BYTES} bytes, "
+            f"a model may have at most {MAX_FILES} files and {MAX_FILE_BYTES} bytes, "
             f"got {len(files)} files and {size} bytes"
         )
     found: dict[PurePosixPath, bytes] = {}

@@ -1,4 +1,4 @@
-"""What the server reports about itself in both protocols."""
+"""The server's metadata in both protocols."""
 
 from __future__ import annotations
 

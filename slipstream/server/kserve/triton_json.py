@@ -428,11 +428,6 @@ def _write_group(values: npt.NDArray[Any] | Sequence[Any]) -> bytes:
     return b",".join([write_scalar(value) for value in scalars])
 
 
-def write_values(values: npt.NDArray[Any] | Sequence[Any]) -> bytes:
-    """Return the values with commas between them."""
-    return b"".join(_write_values(values))
-
-
 def write_value(value: Any) -> bytes:
     if isinstance(value, Mapping):
         return write_object(value.items())

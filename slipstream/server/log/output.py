@@ -1,4 +1,4 @@
-"""Where log lines go and which levels are written: the one handler of the standard `logging`.
+"""The one handler of the standard `logging`: the destinations of log lines and their levels.
 
 Modules log through `logging.getLogger(__name__)`. A command calls `configure_log` when it starts,
 and clients may change the settings of a running server.
@@ -94,7 +94,7 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)
-        except Exception:  # the arguments do not fit the message: the caller must go on
+        except Exception:  # the arguments do not fit the message: the caller must continue
             self.handleError(record)
             return
         self.write_line(text)

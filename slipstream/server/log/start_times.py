@@ -1,13 +1,13 @@
-"""Where the time of a start went, and lines while it lasts."""
+"""The times of the phases of a start, and log lines during it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Iterable
-from pathlib import Path
+
+from slipstream.server.log.process_state import read_age
 
 logger = logging.getLogger(__name__)
 
@@ -20,21 +20,21 @@ class StartTimes:
     def __init__(self, prepare_seconds: float = 0.0) -> None:
         """`prepare_seconds`: of the time so far, spent on the import and build of a model."""
         self._prepare_seconds = prepare_seconds
-        self._spawned = process_seconds()
+        self._spawned = read_age()
         self._loaded = self._spawned
 
     def engines_spawned(self) -> None:
-        self._spawned = process_seconds()
+        self._spawned = read_age()
 
     def models_loaded(self) -> None:
-        self._loaded = process_seconds()
+        self._loaded = read_age()
 
     def describe(self, load_seconds: Iterable[float]) -> str:
         """Return how long the start took and its phases.
 
         load_seconds: of each engine. They load in parallel, so the slowest counts.
         """
-        whole = process_seconds()
+        whole = read_age()
         load = max(load_seconds, default=0.0)
         phases = {
             "model import": self._prepare_seconds,
@@ -54,10 +54,3 @@ async def report_loading(names: Iterable[str]) -> None:
     while True:
         await asyncio.sleep(REPORT_SECONDS)
         logger.info("still loading %s: %.0f s so far", listed, time.monotonic() - began)
-
-
-def process_seconds() -> float:
-    """Return the age of this process."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - began

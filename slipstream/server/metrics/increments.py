@@ -1,4 +1,4 @@
-"""What the counters of a model have counted since the last time, as plain data.
+"""The increments of a model's counters since the last time, as plain data.
 
 A secondary front end takes the increments of its counters and sends them to the primary one, which
 adds them to its own.
@@ -41,7 +41,7 @@ class Increments:
 
 
 def take_increments(counters: ModelCounters, name: str, version: str) -> Increments:
-    """Return what was counted since the last call, and set the counters to zero."""
+    """Return the counts since the last call, and set the counters to zero."""
     taken = Increments(
         name,
         version,

@@ -19,7 +19,7 @@ MAX_OBSERVATIONS = 4096  # per summary; above it, a random observation makes roo
 
 @dataclass(frozen=True)
 class SummaryIncrement:
-    """What a summary has observed since the last time."""
+    """The observations of a summary since the last time."""
 
     count: int
     sum: int
@@ -52,7 +52,7 @@ class Summary:
         return [float(values[max(0, ceil(quantile * len(values)) - 1)]) for quantile in wanted]
 
     def take(self) -> SummaryIncrement:
-        """Return what was observed since the last call, and forget it."""
+        """Return the observations since the last call, and clear them."""
         taken = SummaryIncrement(self.count, self.sum, [value for _, value in self._recent])
         self.count = 0
         self.sum = 0

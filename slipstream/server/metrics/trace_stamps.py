@@ -1,4 +1,4 @@
-"""What a trace shows of a request: when each phase of its model, or of its steps, began and ended.
+"""The times in a trace: the begin and end of each phase of a model, or of its steps.
 
 Durations are those of `statistics.Spent`: queue, compute_input, compute_infer, compute_output.
 """

@@ -54,7 +54,7 @@ def build_registry(
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model of a known role is built, as plain data that another process can use, too."""
+    """The recipe of a model of a known role, as plain data that another process can use, too."""
 
     model: RepositoryModel
     kind: Literal["graph", "text", "before", "after", "tokens", "blocks"]

@@ -20,7 +20,9 @@ class EmbeddingRule:
 
 
 class NoEmbeddings(ValueError):
-    """Why a model has no embeddings: the rest of a sentence that begins with the model's name."""
+    """The reason why a model has no embeddings: the rest of a sentence that begins with the model's
+    name.
+    """
 
 
 def embedding_rule(engine: EngineModel, default: str = "") -> EmbeddingRule:

@@ -35,7 +35,7 @@ class EnsembleModel(ServedModel):
 
     @property
     def decoupled(self) -> bool:
-        """Whether a step is decoupled, or the ensemble's own configuration says so."""
+        """Return whether a step is decoupled, or the ensemble's own configuration says so."""
         try:
             return self.config.decoupled or any(
                 self._find_model(step).model.decoupled for step in self._order

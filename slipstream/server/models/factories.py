@@ -10,7 +10,7 @@ An InferenceError of `load` is the reason why the model is UNAVAILABLE.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from slipstream.repository.models import RepositoryModel
 from slipstream.server.kserve.inference import ModelRegistry, ServedModel
@@ -39,21 +39,6 @@ class ModelFactory(ABC):
     def metric_families(self) -> Iterable[Family]:
         """Return the metrics of the factory's models."""
         return ()
-
-
-class FixedModels(ModelFactory):
-    """A factory of given models, by name."""
-
-    def __init__(self, makers: Mapping[str, Callable[[RepositoryModel, int], ServedModel]]) -> None:
-        self._makers = makers
-
-    def claims(self, model: RepositoryModel) -> bool:
-        return model.name in self._makers
-
-    async def load(
-        self, model: RepositoryModel, version: int, registry: ModelRegistry
-    ) -> ServedModel:
-        return self._makers[model.name](model, version)
 
 
 def find_factory(factories: Sequence[ModelFactory], model: RepositoryModel) -> ModelFactory | None:

@@ -67,7 +67,7 @@ _ROWS = {
 
 @dataclass(frozen=True)
 class OutputRequest:
-    """The outputs that a request wants besides its text or ids."""
+    """The outputs that a request asks for besides its text or ids."""
 
     sampling: SamplingParams
     optional: frozenset[str]  # outputs of FLAGS
@@ -82,7 +82,7 @@ class OutputRequest:
 
     @property
     def has_final_values(self) -> bool:
-        """Whether the last response of a stream is sent even where it has no text."""
+        """Return whether the last response of a stream is sent even where it has no text."""
         return bool(self.optional - {"prompt_log_probs"})
 
     @property
@@ -91,7 +91,7 @@ class OutputRequest:
 
     @cached_property
     def has_values(self) -> bool:
-        """Whether responses have anything beside the text or ids, other than placeholders."""
+        """Return whether responses have values beside the text or ids, other than placeholders."""
         sampling = self.sampling
         scored = sampling.log_probs or sampling.top_log_probs > 0
         return scored or self.wants_logits or bool(self.optional)

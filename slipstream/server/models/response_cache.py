@@ -28,8 +28,6 @@ from slipstream.server.kserve.tensor_bytes import pack
 logger = logging.getLogger(__name__)
 
 ENTRY_BYTES = 256  # memory of an entry besides the data of its tensors
-SMALLEST_BYTES = 128
-LARGEST_BYTES = 1 << 40
 
 
 class _Entry(NamedTuple):

@@ -35,7 +35,7 @@ PASSED_THROUGH = {
 }
 
 
-_MOST_ROWS = 4096  # rows of token ids that are decoded at once
+_MAX_ROWS = 4096  # rows of token ids that are decoded at once
 
 
 class PreprocessingModel(EngineBackedModel):
@@ -164,8 +164,8 @@ class PostprocessingModel(ServedModel):
             raise InferenceError(
                 f"TOKENS_BATCH has rows of {width} tokens, and this model takes at most {longest}"
             )
-        if count > _MOST_ROWS:
-            raise InferenceError(f"TOKENS_BATCH has {count} rows, at most {_MOST_ROWS} are taken")
+        if count > _MAX_ROWS:
+            raise InferenceError(f"TOKENS_BATCH has {count} rows, at most {_MAX_ROWS} are taken")
         rows = [ids[row * width : (row + 1) * width] for row in range(count)]
         given = request.inputs.get("SEQUENCE_LENGTH")
         if given is None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from slipstream.engine.constraints.guided import FIELD as GUIDE
-from slipstream.server.http.exchange import RETRY_AFTER, Headers, Refused
-from slipstream.server.kserve.errors import Code, InferenceError, QueueFull, Unavailable
+from slipstream.server.http.exchange import RETRY_AFTER, ClientGone, Exchange, Headers, Refused
+from slipstream.server.kserve.errors import (
+    Code,
+    InferenceError,
+    NeedsPrimary,
+    QueueFull,
+    Unavailable,
+)
 from slipstream.server.text.chat import BrokenTemplate
 
 logger = logging.getLogger(__name__)
@@ -75,6 +81,26 @@ def rename_in_error(error: ApiError, names: Sequence[tuple[str, str]]) -> ApiErr
     if message.startswith(error.param):
         message = name + message.removeprefix(error.param)
     return ApiError(message, name, error.status, error.code, error.headers)
+
+
+async def run_route(
+    route: Callable[[Exchange], Awaitable[None]], exchange: Exchange
+) -> ApiError | None:
+    """Answer a request. Return the error to respond with if the route failed before it responded.
+
+    A client that has disconnected gets no response. The primary front end answers NeedsPrimary.
+    """
+    try:
+        await route(exchange)
+    except ClientGone:
+        return None
+    except NeedsPrimary:
+        raise
+    except Exception as error:
+        if exchange.started:
+            raise
+        return as_api_error(error, f"{exchange.method} {exchange.path}")
+    return None
 
 
 def as_api_error(error: Exception, where: str, guided_by: str = "") -> ApiError:

@@ -22,7 +22,7 @@ _PLACE = re.compile(r"(?P<problem>.*) - at `\$\.?(?P<place>[^`]*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _NOT_IN_A_HEADER = re.compile(r"[^A-Za-z0-9_.\-\[\]]")
 _MAX_LISTED = 32
-_MOST_CONVERTED = 4096  # messages that are checked and copied at once
+_MAX_CONVERTED = 4096  # messages that are checked and copied at once
 _MAX_PROBLEM = 300  # characters; a problem may quote the value
 
 
@@ -293,7 +293,7 @@ def _equal(value: Any, other: Any) -> bool:
 def convert_fields(given: dict[str, Any], kind: type[Body]) -> Body:
     """Return the members of a body as `kind`. The error names the field that is wrong."""
     messages = given.get("messages") if "messages" in kind.__struct_fields__ else None
-    if isinstance(messages, list) and len(messages) > _MOST_CONVERTED and _are_objects(messages):
+    if isinstance(messages, list) and len(messages) > _MAX_CONVERTED and _are_objects(messages):
         return _convert_long(given, messages, kind)
     try:
         return msgspec.convert(given, kind)
@@ -311,6 +311,13 @@ def convert_fields(given: dict[str, Any], kind: type[Body]) -> Body:
         ) from error
 
 
+def read_text(name: str, value: Any) -> str:
+    """Return the value of a field that must be a string."""
+    if not isinstance(value, str):
+        raise field_error(name, "must be a string")
+    return value
+
+
 def _are_objects(values: list[Any]) -> bool:
     return all(type(value) is dict for value in values)
 
@@ -320,7 +327,7 @@ def _convert_long(given: dict[str, Any], messages: list[Any], kind: type[Body]) 
 
     The library would hold the interpreter's lock, and so the event loop, while it copies them.
     """
-    fields = convert_fields({**given, "messages": messages[:_MOST_CONVERTED]}, kind)
+    fields = convert_fields({**given, "messages": messages[:_MAX_CONVERTED]}, kind)
     return msgspec.structs.replace(fields, messages=messages)
 
 

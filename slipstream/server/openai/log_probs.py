@@ -45,7 +45,7 @@ def _finite(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class TokenFormat:
-    """How the tokens of an answer are written."""
+    """The written form of the tokens of an answer."""
 
     tokenizer: Tokenizer
     hidden: frozenset[int] = frozenset()  # tokens that are not part of the text

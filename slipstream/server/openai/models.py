@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.repository.templates import BLS_TEMPLATE, ENSEMBLE
+from slipstream.repository.templates import BLS_TEMPLATE, ENSEMBLE, helpers_among
 from slipstream.server.engine_link.engine import AdapterUse
 from slipstream.server.kserve.inference import ModelRegistry, ModelVersion
 from slipstream.server.models.text_model import TextModel, find_text_model, find_text_models
@@ -113,7 +113,7 @@ async def find_model(registry: ModelRegistry, name: str) -> OpenAIModel:
                 return OpenAIModel(name, model.entry, model.text, is_adapter=True)
     elif (found := find_text_model(registry, name)) is not None:
         return OpenAIModel(name, *found)
-    known = ", ".join([model.id for model in await list_models(registry)]) or "none"
+    known = _known(await list_models(registry))
     raise ApiError(
         f"The model '{name[:200]}' does not exist or is not a text model. Known: {known}",
         "model",
@@ -130,5 +130,12 @@ async def find_model_or_default(registry: ModelRegistry, name: str | None) -> Op
     engines = {id(model.text.engine.generator.client) for model in models}
     if len(engines) == 1:
         return models[0]
-    known = ", ".join([model.id for model in models]) or "none"
+    known = _known(models)
     raise ApiError(f"model is required: this server has several. Known: {known}", "model")
+
+
+def _known(models: Sequence[OpenAIModel]) -> str:
+    """Return the names of models for an error, without the helpers of others."""
+    names = [model.id for model in models]
+    helpers = helpers_among([model.id for model in models if not model.is_adapter])
+    return ", ".join(name for name in names if name not in helpers) or "none"

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from slipstream.server.http.exchange import JSON, TEXT, ClientGone, Exchange, check_access
+from slipstream.server.http.exchange import JSON, TEXT, Exchange, check_access
 from slipstream.server.http.routes import (
     ANY_METHOD,
     Parameters,
@@ -24,7 +24,6 @@ from slipstream.server.http.routes import (
     compile_path,
 )
 from slipstream.server.kserve.context import ServerContext
-from slipstream.server.kserve.errors import NeedsPrimary
 from slipstream.server.kserve.health import ServerState
 from slipstream.server.kserve.inference import ModelRegistry
 from slipstream.server.openai.adapters import API as LOAD_ADAPTERS
@@ -32,7 +31,7 @@ from slipstream.server.openai.adapters import AdapterLoader
 from slipstream.server.openai.chat import chat_call
 from slipstream.server.openai.completions import completion_call
 from slipstream.server.openai.describe import openai_paths
-from slipstream.server.openai.errors import ApiError, as_api_error
+from slipstream.server.openai.errors import ApiError, run_route
 from slipstream.server.openai.models import find_model, list_models
 from slipstream.server.openai.pooling.embeddings import embedding_call
 from slipstream.server.openai.pooling.rerank import rerank_call, score_call
@@ -129,16 +128,8 @@ class OpenAIRoutes:
         return RouteGroup(routes, partial(openai_paths, self._registry))
 
     async def answer(self, exchange: Exchange, parameters: Parameters) -> None:
-        try:
-            await self._route(exchange)
-        except ClientGone:
-            return
-        except NeedsPrimary:
-            raise
-        except Exception as error:
-            if exchange.started:
-                raise
-            problem = as_api_error(error, f"{exchange.method} {exchange.path}")
+        problem = await run_route(self._route, exchange)
+        if problem is not None:
             await exchange.respond(problem.status, problem.body(), JSON, problem.headers)
 
     async def _route(self, exchange: Exchange) -> None:

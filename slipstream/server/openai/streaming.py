@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
+from slipstream.engine.messages import Scores
 from slipstream.server.http.exchange import EVENTS, JSON, Exchange
 from slipstream.server.http.routes import TracedExchange
 from slipstream.server.kserve.context import ServerContext
@@ -84,23 +85,35 @@ async def answer_whole(call: Call, answers: CallAnswers, exchange: Exchange) -> 
     scores = sum(
         len(choice.log_probs)
         + sum(map(len, choice.top_log_probs))
-        + len(choice.scores.prompt_log_probs) * (1 + call.texts[0].sampling.top_prompt_log_probs)
+        + _prompt_scores(call, choice.scores)
         for choice in answers.choices
     )
     body = await in_thread_if_long(scores, call.writer.whole, answers)
     await exchange.respond(200, body, JSON, ignored_header(call.ignored))
 
 
+def _prompt_scores(call: Call, scores: Scores | None) -> int:
+    """Return the number of scores of a prompt."""
+    if scores is None:
+        return 0
+    return len(scores.prompt_log_probs) * (1 + call.texts[0].sampling.top_prompt_log_probs)
+
+
 async def answer_stream(call: Call, answers: CallAnswers, exchange: Exchange) -> None:
     """Send the answers as events. An error is raised before the first event, then it is one."""
     started = False
+    opened: set[int] = set()  # choices whose first event, which has the prompt's scores, is sent
     try:
         async with aclosing(answers.outputs()) as arrivals:
             async for index, output in arrivals:
                 if not started:
                     exchange.start_chunks(200, EVENTS, ignored_header(call.ignored))
                     started = True
-                if written := call.writer.events(answers, index, output):
+                size = 0 if index in opened else _prompt_scores(call, output.scores)
+                opened.add(index)
+                if written := await in_thread_if_long(
+                    size, call.writer.events, answers, index, output
+                ):
                     await exchange.send_chunk(written)
     except Exception as error:
         if not started:

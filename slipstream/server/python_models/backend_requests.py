@@ -34,7 +34,9 @@ TRITONSERVER_MEMORY_GPU = 2
 
 
 class PreferredMemory:
-    """Where a model prefers the response of another one to be. Only CPU memory is supported."""
+    """The memory in which a model prefers the response of another one. Only CPU memory is
+    supported.
+    """
 
     def __init__(self, preferred_memory_type: int, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type

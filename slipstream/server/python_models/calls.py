@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PythonModelContext:
-    """What Python models may use of the server."""
+    """The parts of the server that Python models may use."""
 
     # finds a model by name and version (empty: the latest); raises InferenceError
     find: Callable[[str, str], ModelVersion]

@@ -30,7 +30,7 @@ class FlowControl:
 
     @property
     def full(self) -> bool:
-        """Whether the sender has to wait. Then at least one marker is on its way."""
+        """Return whether the sender has to wait. Then at least one marker is on its way."""
         return self.unread >= WINDOW_BYTES
 
     def sent(self, frame_bytes: int) -> bool:

@@ -335,7 +335,7 @@ class Instance:
             self._process.kill()
 
     async def stop(self) -> None:
-        """Let the model finalize; kill it if that takes too long."""
+        """Call the model's `finalize`; kill the process if that takes too long."""
         if self._orders is None:
             return
         self._orders.write(Stop())

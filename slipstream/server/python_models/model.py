@@ -37,7 +37,7 @@ DRAIN_SECONDS = 30.0  # time limit for the requests of a model that is unloaded
 
 @dataclass(frozen=True)
 class RestartLimit:
-    """How often an instance that died is started again within a window of time."""
+    """The number of restarts of an instance that died, within a window of time."""
 
     restarts: int = 3
     window_seconds: float = 600.0

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slipstream.server.log.parent import die_with
+from slipstream.server.log.parent_death import die_with
 from slipstream.server.python_models.backend_config import ModelConfig
 from slipstream.server.python_models.backend_requests import InferenceRequest, ResponseSender
 from slipstream.server.python_models.backend_tensors import InferenceResponse, TritonError

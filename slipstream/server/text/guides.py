@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from slipstream.engine.constraints.constraints import LONG_GUIDE, MOST_COMPILE_SECONDS
+from slipstream.engine.constraints.constraints import LONG_GUIDE, MAX_COMPILE_SECONDS
 from slipstream.engine.constraints.guided import GuideError, check_guide
 from slipstream.engine.sampling_params import Guide
 
 _SHORT_THREADS = 1
 _LONG_THREADS = 2
 # threads beyond these for checks that no one waits for any more, because they took too long
-_MOST_ABANDONED = 4
-_TOO_SLOW = f"takes over {MOST_COMPILE_SECONDS:g} s to check: make it smaller"
+_MAX_ABANDONED = 4
+_TOO_SLOW = f"takes over {MAX_COMPILE_SECONDS:g} s to check: make it smaller"
 _BUSY = "cannot be checked now, because others take very long: send the request again later"
 
 
@@ -35,11 +35,11 @@ async def run_with_bound(characters: int, function: Callable[..., None], *args: 
 class _Checks:
     """Runs a few checks at a time. Each has a bound on its time, from when its thread begins.
 
-    A thread cannot be stopped. It goes on after the bound, and another one takes its place.
+    A thread cannot be stopped. It continues after the bound, and another one takes its place.
     """
 
     def __init__(self, threads: int) -> None:
-        self._most = threads + _MOST_ABANDONED
+        self._most = threads + _MAX_ABANDONED
         self._turns = asyncio.Semaphore(threads)
         self._threads = ThreadPoolExecutor(self._most, thread_name_prefix="guides")
         self._running = 0
@@ -52,7 +52,7 @@ class _Checks:
             loop = asyncio.get_running_loop()
             running = loop.run_in_executor(self._threads, function, *args)
             running.add_done_callback(self._end)
-            done, _ = await asyncio.wait([running], timeout=MOST_COMPILE_SECONDS)
+            done, _ = await asyncio.wait([running], timeout=MAX_COMPILE_SECONDS)
             if not done:
                 raise GuideError(_TOO_SLOW)
             running.result()

@@ -15,9 +15,9 @@ from tokenizers import models, pre_tokenizers
 # Most characters of a token where the tokenizer does not tell.
 LONGEST_TOKEN = 256
 # Normal forms may join several characters to one. A pair or a triple is common, four are not.
-_MOST_JOINED = {"NFC": 4}
+_MAX_JOINED = {"NFC": 4}
 # Bytes that a vocabulary must have. Many lack control characters and bytes that UTF-8 never has.
-_LEAST_BYTES = 224
+_MIN_BYTES = 224
 _LOSSLESS_SPLITS = ("Split", "Digits", "Punctuation")
 
 
@@ -38,16 +38,16 @@ def longest_token(tokenizer: tokenizers.Tokenizer) -> int | None:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if not isinstance(tokenizer.model, models.BPE) or not _is_byte_level(tokenizer.pre_tokenizer):
         return None
-    if len(vocabulary.keys() & set(pre_tokenizers.ByteLevel.alphabet())) < _LEAST_BYTES:
+    if len(vocabulary.keys() & set(pre_tokenizers.ByteLevel.alphabet())) < _MIN_BYTES:
         return None
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):  # they take white space
         return None
     joined = 1
     for step in _steps(tokenizer.normalizer, "normalizers"):
-        if step["type"] not in _MOST_JOINED:
+        if step["type"] not in _MAX_JOINED:
             return None
-        joined *= _MOST_JOINED[step["type"]]
+        joined *= _MAX_JOINED[step["type"]]
     return max(map(len, vocabulary)) * joined
 
 

@@ -43,9 +43,9 @@ from slipstream.server.text.threads import THREAD_ABOVE_SIZE, in_thread_if_long
 from slipstream.server.text.tokenizer import Tokenizer
 
 # Largest conversation that is rendered without a thread.
-_MOST_BRIEF_SIZE = 4096
+_MAX_BRIEF_SIZE = 4096
 # Longest logits that one request may return.
-MOST_LOGITS_BYTES = 256 << 20
+MAX_LOGITS_BYTES = 256 << 20
 
 
 class PromptError(ValueError):
@@ -174,7 +174,7 @@ class TextGenerator:
 
         size = conversation_size(messages)
         # the first rendering compiles the template
-        if self._has_rendered and not tools and not documents and size <= _MOST_BRIEF_SIZE:
+        if self._has_rendered and not tools and not documents and size <= _MAX_BRIEF_SIZE:
             with suppress(NotBrief):  # a template may compute for long
                 return render_and_encode(brief=True)
         tokens = await in_thread_if_long(max(THREAD_ABOVE_SIZE + 1, size), render_and_encode)
@@ -213,11 +213,11 @@ class TextGenerator:
             "context_logits": prompt_tokens * sampling.context_logits,
             "generation_logits": sampling.max_tokens * sampling.generation_logits * sequences,
         }
-        if sum(wanted.values()) * 4 * self.client.info.vocab_size > MOST_LOGITS_BYTES:
+        if sum(wanted.values()) * 4 * self.client.info.vocab_size > MAX_LOGITS_BYTES:
             counts = [f"{name} of {count} tokens" for name, count in wanted.items() if count]
-            most = MOST_LOGITS_BYTES // (4 * self.client.info.vocab_size)
+            most = MAX_LOGITS_BYTES // (4 * self.client.info.vocab_size)
             raise PromptError(
-                f"{' and '.join(counts)} exceed the bound of {MOST_LOGITS_BYTES >> 20} MiB a "
+                f"{' and '.join(counts)} exceed the bound of {MAX_LOGITS_BYTES >> 20} MiB a "
                 f"request, which is {most} tokens of this model's vocabulary"
             )
 

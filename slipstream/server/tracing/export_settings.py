@@ -22,7 +22,7 @@ _PATH = "/v1/traces"
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """Where spans go and how they are batched. `resource` describes this server."""
+    """The destination and the batches of spans. `resource` describes this server."""
 
     url: str = f"http://localhost:4318{_PATH}"
     resource: Mapping[str, str] = field(default_factory=dict)

@@ -78,7 +78,7 @@ class Span:
 
 
 class Exporter(Protocol):
-    """What traces need of the connection to a collector."""
+    """The interface of traces to the connection to a collector."""
 
     def read_parent(self, headers: Headers) -> ParentSpan | None: ...
     def add(self, spans: Sequence[Span]) -> None: ...
@@ -116,7 +116,7 @@ class SpanTraces:
 
 @dataclass(slots=True)
 class _Call:
-    """What all requests of one call share."""
+    """The state that all requests of one call share."""
 
     root: Span
     traces: SpanTraces

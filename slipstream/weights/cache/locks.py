@@ -19,7 +19,7 @@ from slipstream.weights.home import slipstream_home
 
 @contextmanager
 def locked(what: str | Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Let no other process into a block with the same text until this one leaves it.
+    """Hold the lock named `what`: no two processes run blocks with the same name at the same time.
 
     `on_wait` is called if this process has to wait.
     """

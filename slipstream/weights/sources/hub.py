@@ -82,7 +82,7 @@ def _reported(
     blobs = hugging_face_cache() / f"models--{repository.replace('/', '--')}" / "blobs"
     before = _folder_bytes(blobs)
     return watched_fetch(
-        f"fetching {repository} from the hub",
+        f"fetching {repository}",
         missing,
         lambda: _folder_bytes(blobs) - before,
         progress,

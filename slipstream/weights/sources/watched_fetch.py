@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from slipstream.progress import looking
 from slipstream.weights.stream import Progress
 
 _SECONDS = 0.25  # between two looks
@@ -19,19 +19,12 @@ def watched_fetch(
 
     total: bytes in all. If the body fails, the last report stays.
     """
-    ended = threading.Event()
 
-    def watch() -> None:
-        while not ended.wait(_SECONDS):
-            # a file may be larger than the index says; only the end of the body is the end
-            progress(phase, min(fetched(), total - 1), total)
+    def look() -> None:
+        # a file may be larger than the index says; only the end of the body is the end
+        progress(phase, min(fetched(), total - 1), total)
 
     progress(phase, 0, total)
-    watcher = threading.Thread(target=watch, name="watch fetch", daemon=True)
-    watcher.start()
-    try:
+    with looking(look, _SECONDS, "watch fetch"):
         yield
-    finally:
-        ended.set()
-        watcher.join()
     progress(phase, total, total)

@@ -1,7 +1,7 @@
 import pytest
 from cpu_steps import best_level, new_team
 
-from slipstream.kernels.cpu.compiler.levels import possible_levels
+from slipstream.kernels.cpu.compiler.instruction_levels import possible_levels
 from slipstream.kernels.cpu.machine import read_cpu
 
 BEST, *OTHERS = possible_levels(read_cpu()[1])

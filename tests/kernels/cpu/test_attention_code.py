@@ -1,4 +1,4 @@
-"""Compiled attention against torch's, over random block tables, windows, sinks and soft caps."""
+"""Compiled attention against torch's, over random block tables, windows, sinks and other rules."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from cpu_steps import address, as_bf16, from_bf16, run
 
-from slipstream.kernels.attention_rule import AttentionRule
+from slipstream.kernels.attention_rule import AttentionRule, Slopes
 from slipstream.kernels.cpu.layout import CHUNK, PART_FLOATS, TILE_LANES
 from slipstream.kernels.cpu.memory import aligned, aligned_rows
 from slipstream.kernels.cpu.operations import Attention, Entry, Format, Merge
@@ -18,7 +18,34 @@ RULES = [
     AttentionRule(0.2, window=37),
     AttentionRule(0.3, window=50, sinks=5),
     AttentionRule(0.3, softcap=2.0),
+    AttentionRule(0.3, chunk=40),
+    AttentionRule(0.3, window=30, sinks=5, chunk=64),
+    AttentionRule(0.3, slopes=Slopes(tuple(2.0**-n for n in range(6)), scale=0.7)),
+    AttentionRule(0.3, window=60, slopes=Slopes((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), rounded=True)),
+    AttentionRule(0.3, sink_logits=(-3.0, 0.0, 1.0, 2.0, 5.0, 30.0)),
+    AttentionRule(0.3, window=20, sink_logits=(-3.0, 0.0, 1.0, 2.0, 5.0, 30.0)),
 ]
+
+
+def sees(rule, position, place):
+    in_window = rule.window is None or place > position - rule.window or place < rule.sinks
+    return in_window and (rule.chunk is None or place // rule.chunk == position // rule.chunk)
+
+
+def rounded_slopes(slopes):
+    by_head = torch.tensor(slopes.by_head, dtype=torch.float32)
+    return by_head.bfloat16().double() if slopes.rounded else by_head.double()
+
+
+def biases(rule, position, seen):
+    """Return what is added to the scores of these positions: [heads, positions]."""
+    if rule.slopes is None:
+        return 0.0
+    slopes = rounded_slopes(rule.slopes)[:, None]
+    if rule.slopes.rounded:
+        places = torch.tensor(seen, dtype=torch.float32)
+        return (slopes.float() * places).bfloat16().double() * rule.slopes.scale
+    return slopes * (torch.tensor(seen) - position) * rule.slopes.scale
 
 
 @dataclass
@@ -64,11 +91,7 @@ class Case:
         token = 0
         for row, table in zip(self.rows, self.tables, strict=True):
             for position in range(row.start, row.start + row.count):
-                seen = [
-                    place
-                    for place in range(position + 1)
-                    if rule.window is None or place > position - rule.window or place < rule.sinks
-                ]
+                seen = [place for place in range(position + 1) if sees(rule, position, place)]
                 slots = [int(table[place // BLOCK]) * BLOCK + place % BLOCK for place in seen]
                 keys, values = cache[:, :, slots].repeat_interleave(
                     self.heads // self.kv_heads, dim=1
@@ -76,7 +99,10 @@ class Case:
                 scores = (keys @ queries[token, :, :, None])[..., 0] * rule.scale
                 if rule.softcap:
                     scores = torch.tanh(scores / rule.softcap) * rule.softcap
-                weights = torch.softmax(scores, dim=-1)
+                scores = scores + biases(rule, position, seen)
+                logits = torch.tensor(rule.sink_logits or ()).view(-1, 1)
+                beside = torch.cat((scores, logits), dim=-1) if len(logits) else scores
+                weights = torch.softmax(beside, dim=-1)[:, : len(seen)]
                 found.append((weights[..., None] * values).sum(dim=1).flatten())
                 token += 1
         return torch.stack(found).numpy()
@@ -84,9 +110,19 @@ class Case:
     def run(self, team, rule, tiled=False, split=False):
         target = aligned_rows(self.tokens, self.heads * self.size, np.float32)
         merged = aligned_rows(max(self.tokens, team.size), self.heads * self.size, np.float32)
+        logits = None
+        if rule.sink_logits is not None:
+            logits = np.array(rule.sink_logits, dtype=np.float32)
+        slopes = None
+        if rule.slopes is not None:
+            slopes = rounded_slopes(rule.slopes).numpy().astype(np.float32)
         item = self.cache.itemsize
         head_bytes = self.cache.shape[2] * self.size * item
-        common = {"heads": self.heads, "head_size": self.size}
+        common = {
+            "heads": self.heads,
+            "head_size": self.size,
+            "sink_logits": address(logits),
+        }
         attention = Attention(
             queries=address(self.queries),
             query_stride=self.queries.strides[0],
@@ -101,6 +137,10 @@ class Case:
             softcap=rule.softcap,
             window=2**30 if rule.window is None else rule.window,
             sinks=rule.sinks,
+            chunk=rule.chunk or 0,
+            slopes=address(slopes),
+            slope_scale=1.0 if rule.slopes is None else rule.slopes.scale,
+            slopes_rounded=rule.slopes is not None and rule.slopes.rounded,
             **common,
         )
         merge = Merge(

@@ -13,7 +13,7 @@ from cpu_steps import address, best_level, new_team, run
 from slipstream.kernels.cpu import machine, objects
 from slipstream.kernels.cpu.code.step import write_module
 from slipstream.kernels.cpu.compiler.build import compile_object
-from slipstream.kernels.cpu.compiler.levels import BY_NAME, LEVELS, possible_levels
+from slipstream.kernels.cpu.compiler.instruction_levels import BY_NAME, LEVELS, possible_levels
 from slipstream.kernels.cpu.operations import Copy, Entry, Format
 
 

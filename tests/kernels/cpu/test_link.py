@@ -12,7 +12,7 @@ import pytest
 from cpu_steps import best_level
 
 from slipstream.kernels.cpu.compiler.build import compile_object
-from slipstream.kernels.cpu.compiler.levels import BY_NAME
+from slipstream.kernels.cpu.compiler.instruction_levels import BY_NAME
 from slipstream.kernels.cpu.link import Image
 
 TABLE = """

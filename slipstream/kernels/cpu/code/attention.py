@@ -30,7 +30,8 @@ from slipstream.kernels.cpu.layout import (
     SINGLE_PARTS,
     SINGLE_SCORES,
 )
-from slipstream.kernels.cpu.operations import Attention, Context, Format, Thread
+from slipstream.kernels.cpu.operations import Attention, Format
+from slipstream.kernels.cpu.records import Context, Thread
 
 LOWEST = -1e30  # score of a part without positions; -inf would make differences nan
 
@@ -49,6 +50,7 @@ class Singles(NamedTuple):
     find: Function  # offsets of positions
     join: Function
     finish: Function
+    add_sink: Function
     attend: Function  # a unit of single tokens
 
 
@@ -179,16 +181,25 @@ def finish(module: Module) -> Function:
 
 
 def weigh_scores(module: Module) -> Function:
-    """Return the function (record, scores, first, count, length, part): turn scores into weights,
-    in place, and write the head of the part.
+    """Return the function (record, scores, first, count, length, head, part): turn the scores of a
+    head into weights, in place, and write the head of the part.
     """
-    body = Body(module, Attention, "weigh_scores", 6)
+    body = Body(module, Attention, "weigh_scores", 7)
     f = body.f
-    body.record, scores, first, count, length, part = f.parameters
-    oldest = length - body["window"]
-    sinks = body["sinks"]
-    bounds = [v.splat(f, number.to(I32)) for number in (length, oldest, sinks)]
-    scale = v.splat(f, body["scale"])
+    body.record, scores, first, count, length, head, part = f.parameters
+    oldest = f.variable(I64, length - body["window"])
+    sinks = f.variable(I64, body["sinks"])
+    chunk = body["chunk"]
+    with f.when(chunk.differs(0)):
+        begin = (length - 1) // chunk * chunk
+        oldest.set(f.most(oldest.get(), begin))
+        sinks.set(f.select(begin < sinks.get(), sinks.get(), 0))
+    bounds = [v.splat(f, number.to(I32)) for number in (length, oldest.get(), sinks.get())]
+    factor = f.variable(F32, body["scale"])
+    with f.when(body["slopes"].differs(0)):
+        _add_biases(body, scores, first, count, length, head)
+        factor.set(1.0)
+    scale = v.splat(f, factor.get())
     cap = body["softcap"]
     caps = v.splat(f, cap)
     top = f.variable(VF32, LOWEST)
@@ -214,11 +225,55 @@ def weigh_scores(module: Module) -> Function:
     return f
 
 
+def _add_biases(
+    body: Body, scores: Value, first: Value, count: Value, length: Value, head: Value
+) -> None:
+    """Scale scores, and let them fall with the distance of their positions, in place."""
+    f = body.f
+    scale = v.splat(f, body["scale"])
+    slope = v.splat(f, f.load(F32, body["slopes"] + head * 4, 4))
+    own = v.splat(f, (length - 1).to(I32))
+    with f.range(0, count, LANES) as i:
+        positions = v.splat(f, (first + i).to(I32)) + v.lane_numbers(f)
+        bias = position_bias(body, slope, positions, own)
+        place = scores + i * 4
+        f.store(v.fma(f, f.load(VF32, place), scale, bias), place)
+
+
+def position_bias(body: Body, slope: Value, positions: Value, own: Value) -> Value:
+    """Return the biases of positions for queries at the positions `own`. What all scores of a query
+    share has no effect, so that biases may be those of the distance or of the position.
+    """
+    f = body.f
+    found = f.variable(VF32, 0.0)
+    with f.when(body["slopes_rounded"].differs(0)) as branch:
+        exact = slope * positions.to(VF32)
+        found.set(v.bf16_to_float(f, v.float_to_bf16(f, exact)))
+    with branch.otherwise():
+        found.set(slope * (positions - own).to(VF32))
+    return found.get() * v.splat(f, body["slope_scale"])
+
+
+def add_sink(module: Module, joining: Function) -> Function:
+    """Return the function (part, other, logit, size) that adds a logit without a value to a part.
+    other: memory for a part; logit: its address
+    """
+    f = module.function("add_sink", 4)
+    part, other, logit, size = f.parameters
+    f.store(f.load(F32, logit, 4), other)
+    f.store(f.value(F32, 1.0), other + 4)
+    with f.range(0, size, LANES) as i:
+        f.store(v.zeros(f), other + i * 4 + PART_FLOATS * 4)
+    f.call(joining, part, other, size)
+    return f
+
+
 def singles(module: Module) -> Singles:
     """Return the functions for rows of one token."""
     find = find_offsets(module)
     joining = join(module)
     finishing = finish(module)
+    sink = add_sink(module, joining)
     chunk = _attend_chunk(module, find)
     body = Body(module, Attention, "attend_single", 4)
     f = body.f
@@ -247,11 +302,15 @@ def singles(module: Module) -> Singles:
             f.call(chunk, body.record, body.context, body.thread, entry, head, number, other)
             with f.range(0, group) as query:
                 f.call(joining, part + query * part_bytes, other + query * part_bytes, size)
+        logits = body["sink_logits"]
+        with f.when(logits.differs(0)), f.range(0, group) as query:
+            place = logits + (head * group + query) * 4
+            f.call(sink, part + query * part_bytes, other, place, size)
         row = body["target"] + f.load(I64, entry, 8) * body["target_stride"]
         target = row + head * group * size * 4
         with f.range(0, group) as query:
             f.call(finishing, part + query * part_bytes, target + query * size * 4, size)
-    return Singles(find, joining, finishing, f)
+    return Singles(find, joining, finishing, sink, f)
 
 
 def _attend_chunk(module: Module, find: Function) -> Function:
@@ -286,7 +345,9 @@ def _attend_chunk(module: Module, find: Function) -> Function:
             own = scores + query * (CHUNK * 4)
             place = queries + query * size * width
             f.choose(kind, scorers, place, keys, offsets, count, size, own)
-            f.call(weigh, body.record, own, first, count, length, part + query * part_bytes)
+            number = head * group + query
+            target = part + query * part_bytes
+            f.call(weigh, body.record, own, first, count, length, number, target)
         f.call(add_up, body.record, scores, values, offsets, count, part)
     with branch.otherwise():
         with f.range(0, group) as query:

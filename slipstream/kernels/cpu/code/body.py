@@ -8,15 +8,8 @@ from contextlib import contextmanager
 from slipstream.kernels.cpu.compiler.function import Function, Module
 from slipstream.kernels.cpu.compiler.values import F32, I32, I64, Value
 from slipstream.kernels.cpu.layout import LINE, RINGS
-from slipstream.kernels.cpu.operations import (
-    Context,
-    Header,
-    Operation,
-    Team,
-    Thread,
-    field_index,
-    is_float_field,
-)
+from slipstream.kernels.cpu.operations import Operation, field_index, is_float_field
+from slipstream.kernels.cpu.records import Context, Header, Team, Thread
 
 
 class Body:

@@ -14,7 +14,8 @@ from slipstream.kernels.cpu.code.body import Body
 from slipstream.kernels.cpu.compiler import vectors as v
 from slipstream.kernels.cpu.compiler.function import Function, Module, Variable
 from slipstream.kernels.cpu.compiler.values import F32, I32, I64, LANES, VF32, VI32, Value
-from slipstream.kernels.cpu.operations import Candidates, Draw
+from slipstream.kernels.cpu.operations import Candidates
+from slipstream.kernels.cpu.records import Draw
 
 # How far below the largest scaled logit candidates may be: the first that suffices is taken.
 _DISTANCES = (1.0, 2.5, 4.5, 7.0, 11.0)

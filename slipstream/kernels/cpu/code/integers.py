@@ -13,7 +13,7 @@ from slipstream.kernels.cpu.compiler import vectors as v
 from slipstream.kernels.cpu.compiler.function import Function, Module, Variable
 from slipstream.kernels.cpu.compiler.values import F32, I8, I32, VF32, VI32, Value
 from slipstream.kernels.cpu.layout import GROUP
-from slipstream.kernels.cpu.levels import FACTOR_BYTES, LevelLayout
+from slipstream.kernels.cpu.quantised_layouts import FACTOR_BYTES, LevelLayout
 
 _HALVES = (0, 1)  # vectors of a block's outputs
 _LOW_BITS = 0x0F0F0F0F

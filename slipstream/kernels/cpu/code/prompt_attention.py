@@ -6,7 +6,7 @@ token's result does not depend on the tile that it is in.
 
 from __future__ import annotations
 
-from slipstream.kernels.cpu.code.attention import FORMATS, LOWEST
+from slipstream.kernels.cpu.code.attention import FORMATS, LOWEST, position_bias
 from slipstream.kernels.cpu.code.body import Body
 from slipstream.kernels.cpu.compiler import vectors as v
 from slipstream.kernels.cpu.compiler.function import Function, Module
@@ -15,6 +15,7 @@ from slipstream.kernels.cpu.layout import (
     CHUNK,
     LANE_POSITIONS,
     LANE_ROW,
+    LANE_SLOPES,
     LANE_SUMS,
     LANE_TOPS,
     OFFSETS,
@@ -25,7 +26,8 @@ from slipstream.kernels.cpu.layout import (
     TILE_VALUES,
     TILE_WEIGHTS,
 )
-from slipstream.kernels.cpu.operations import Attention, Context, Format, Thread
+from slipstream.kernels.cpu.operations import Attention, Format
+from slipstream.kernels.cpu.records import Context, Thread
 
 _VECTORS = TILE_LANES // LANES
 _TOGETHER = 4  # keys or columns that are computed together
@@ -67,7 +69,8 @@ def weigh_lanes(module: Module) -> Function:
     body = Body(module, Attention, "weigh_lanes", 4)
     f = body.f
     body.record, memory, first, count = f.parameters
-    scale = v.splat(f, body["scale"])
+    biased = body["slopes"].differs(0)
+    scale = v.splat(f, f.select(biased, body["scale"].like(1.0), body["scale"]))
     cap = body["softcap"]
     caps = v.splat(f, cap)
     window = v.splat(f, body["window"].to(I32))
@@ -76,6 +79,9 @@ def weigh_lanes(module: Module) -> Function:
     lowest = f.value(VF32, float("-inf"))
     with f.range(0, LANE_ROW, 64) as part:
         own = f.load(VI32, memory + LANE_POSITIONS + part)
+        with f.when(biased):
+            _add_biases(body, memory, part, first, count, own)
+        before, kept = _oldest(body, own, own - window, sinks)
         old_top = f.load(VF32, memory + LANE_TOPS + part)
         top = f.variable(VF32, old_top)
         with f.range(0, count) as key:
@@ -84,7 +90,7 @@ def weigh_lanes(module: Module) -> Function:
             with f.when(cap > 0.0):
                 score.set(v.tanh(f, score.get() / caps) * caps)
             position = v.splat(f, (first + key).to(I32))
-            seen = (position <= own) & ((position > own - window) | (position < sinks))
+            seen = (position <= own) & ((position > before) | (position < kept))
             masked = f.select(seen, score.get(), lowest)
             f.store(masked, place)
             top.set(v.maximum(f, top.get(), masked))
@@ -104,6 +110,34 @@ def weigh_lanes(module: Module) -> Function:
             place = memory + TILE_OUTPUTS + column * LANE_ROW + part
             f.store(f.load(VF32, place) * keep, place)
     return f
+
+
+def _oldest(body: Body, own: Value, before: Value, sinks: Value) -> tuple[Value, Value]:
+    """Return the last position that queries do not attend to, and the end of those that they always
+    attend to. before, sinks: the same without chunks
+    """
+    f = body.f
+    last = f.variable(VI32, before)
+    kept = f.variable(VI32, sinks)
+    with f.when(body["chunk"].differs(0)):
+        size = v.splat(f, body["chunk"].to(I32))
+        begin = own // size * size
+        last.set(f.select(begin > before, begin - 1, before))
+        kept.set(f.select(begin < sinks, sinks, sinks.like(0)))
+    return last.get(), kept.get()
+
+
+def _add_biases(
+    body: Body, memory: Value, part: Value, first: Value, count: Value, own: Value
+) -> None:
+    """Scale the scores of 16 lanes, and let them fall with the distance of their positions."""
+    f = body.f
+    scale = v.splat(f, body["scale"])
+    slope = f.load(VF32, memory + LANE_SLOPES + part)
+    with f.range(0, count) as key:
+        place = memory + TILE_SCORES + key * LANE_ROW + part
+        bias = position_bias(body, slope, v.splat(f, (first + key).to(I32)), own)
+        f.store(v.fma(f, f.load(VF32, place), scale, bias), place)
 
 
 def _store_weights(f: Function, is_bf16: Value, pair: list[Value], base: Value, key: Value) -> None:
@@ -236,9 +270,27 @@ def _start_tile(module: Module) -> Function:
     with f.range(0, LANE_ROW, 64) as part:
         f.store(f.value(VF32, LOWEST), memory + LANE_TOPS + part)
         f.store(v.zeros(f), memory + LANE_SUMS + part)
+    _start_lanes(body, memory, head * group, used)
     with f.range(0, size * LANE_ROW, 64) as part:
         f.store(v.zeros(f), memory + TILE_OUTPUTS + part)
     return f
+
+
+def _start_lanes(body: Body, memory: Value, first: Value, used: Value) -> None:
+    """Write the slopes of the lanes, and begin their sums with the sink logits, if there are any.
+    first: the first query head
+    """
+    f = body.f
+    group = body["heads"] // body["kv_heads"]
+    slopes = body["slopes"]
+    with f.when(slopes.differs(0)), f.range(0, TILE_LANES) as lane:
+        head = first + lane % group
+        f.store(f.load(F32, slopes + head * 4, 4), memory + LANE_SLOPES + lane * 4)
+    logits = body["sink_logits"]
+    with f.when(logits.differs(0)), f.range(0, used) as lane:
+        head = first + lane % group
+        f.store(f.load(F32, logits + head * 4, 4), memory + LANE_TOPS + lane * 4)
+        f.store(f.value(F32, 1.0), memory + LANE_SUMS + lane * 4)
 
 
 def _finish_tile(module: Module) -> Function:

@@ -10,7 +10,8 @@ from slipstream.kernels.cpu.code.body import Body
 from slipstream.kernels.cpu.compiler import vectors as v
 from slipstream.kernels.cpu.compiler.function import Function, Module
 from slipstream.kernels.cpu.compiler.values import F32, LANES, VF32, Value
-from slipstream.kernels.cpu.operations import Context, Refine, TableFormat
+from slipstream.kernels.cpu.operations import Refine, TableFormat
+from slipstream.kernels.cpu.records import Context
 
 
 def refine(module: Module) -> Function:

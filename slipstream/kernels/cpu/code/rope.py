@@ -6,7 +6,8 @@ from slipstream.kernels.cpu.code.body import Body
 from slipstream.kernels.cpu.compiler import vectors as v
 from slipstream.kernels.cpu.compiler.function import Function, Module
 from slipstream.kernels.cpu.compiler.values import F32, I64, LANES, VF32, Value
-from slipstream.kernels.cpu.operations import Context, Format, Rope, Thread
+from slipstream.kernels.cpu.operations import Format, Rope
+from slipstream.kernels.cpu.records import Context, Thread
 
 # With fewer tokens than this the heads of a token are units of their own.
 _DIVIDED_TOKENS = 4

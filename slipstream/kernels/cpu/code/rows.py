@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slipstream.kernels.cpu.code.attention import Singles
 from slipstream.kernels.cpu.code.body import Body
 from slipstream.kernels.cpu.code.integers import read_row
 from slipstream.kernels.cpu.compiler import vectors as v
@@ -19,9 +20,7 @@ from slipstream.kernels.cpu.compiler.values import (
     vector,
 )
 from slipstream.kernels.cpu.layout import BLOCK, GROUP, PART_FLOATS, SINGLE_PARTS
-from slipstream.kernels.cpu.levels import LAYOUTS
 from slipstream.kernels.cpu.operations import (
-    Context,
     Copy,
     Embed,
     Format,
@@ -30,8 +29,9 @@ from slipstream.kernels.cpu.operations import (
     Norm,
     Softcap,
     TableFormat,
-    Thread,
 )
+from slipstream.kernels.cpu.quantised_layouts import LAYOUTS
+from slipstream.kernels.cpu.records import Context, Thread
 
 MINUS_INFINITY = float("-inf")
 
@@ -122,7 +122,7 @@ def embed(module: Module) -> Function:
         block = body["table"] + token // BLOCK * body["block_bytes"]
         f.choose(kind, packed, block, token % BLOCK, size, target)
         f.choose(kind, by_row, body["table"] + token * body["block_bytes"], size, target)
-        given = body.step(Context.EMBEDDINGS)
+        given = f.select(body["takes_given"].differs(0), body.step(Context.EMBEDDINGS), 0)
         with f.when(given.differs(0)):
             source = f.load(I64, given + row * 8, 8)
             with f.when(source.differs(0)):
@@ -202,14 +202,14 @@ def copy(module: Module, write: Function) -> Function:
     return f
 
 
-def merge(module: Module, write: Function, join: Function, finish: Function) -> Function:
-    """join, finish: see attention.py"""
+def merge(module: Module, write: Function, singles: Singles) -> Function:
     body = Body(module, Merge)
     f = body.f
     heads = body["heads"]
     size = body["head_size"]
     part_bytes = (size + PART_FLOATS) * 4
     scratch = body.own(Thread.ROW)
+    sinks = body["sink_logits"]
     chunks = body.step(Context.SPLIT)
     with body.units(body.rows()) as row:
         token = body.source_row(row)
@@ -224,8 +224,10 @@ def merge(module: Module, write: Function, join: Function, finish: Function) -> 
                 with f.range(0, part_bytes, 64) as i:
                     f.store(f.load(VF32, first + i), own + i)
                 with f.range(1, chunks) as chunk:
-                    f.call(join, own, first + chunk * heads * part_bytes, size)
-                f.call(finish, own, scratch + head * size * 4, size)
+                    f.call(singles.join, own, first + chunk * heads * part_bytes, size)
+                with f.when(sinks.differs(0)):
+                    f.call(singles.add_sink, own, own + part_bytes, sinks + head * 4, size)
+                f.call(singles.finish, own, scratch + head * size * 4, size)
             f.call(write, scratch, target, body["format"], body["width"])
         with branch.otherwise():
             source = body["source"] + token * body["source_stride"]
@@ -237,13 +239,18 @@ def softcap(module: Module) -> Function:
     body = Body(module, Softcap)
     f = body.f
     cap = v.splat(f, body["cap"])
+    scale = v.splat(f, body["scale"])
+    bounded = body["cap"] > 0.0
     base = f.variable(I64, body["source"])
     with f.when(base.get().equals(0)):
         base.set(body.step(Context.LOGIT_TARGET))
     with body.units(body.rows()) as row:
         place = base.get() + row * body["stride"]
         with f.range(0, body["width"], LANES) as i:
-            f.store(v.tanh(f, f.load(VF32, place + i * 4) / cap) * cap, place + i * 4)
+            number = f.variable(VF32, f.load(VF32, place + i * 4) * scale)
+            with f.when(bounded):
+                number.set(v.tanh(f, number.get() / cap) * cap)
+            f.store(number.get(), place + i * 4)
     return f
 
 

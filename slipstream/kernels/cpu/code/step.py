@@ -5,6 +5,8 @@ from __future__ import annotations
 from slipstream.kernels.cpu.code import (
     attention,
     candidates,
+    experts,
+    heads,
     linear,
     prompt_attention,
     refine,
@@ -12,27 +14,30 @@ from slipstream.kernels.cpu.code import (
     rows,
 )
 from slipstream.kernels.cpu.compiler.function import Function, Module
-from slipstream.kernels.cpu.compiler.levels import Level
+from slipstream.kernels.cpu.compiler.instruction_levels import Level
 from slipstream.kernels.cpu.compiler.values import I64, Value
 from slipstream.kernels.cpu.operations import (
     KINDS,
     RECORD_FIELDS,
     Attention,
     Candidates,
-    Context,
+    Combine,
     Copy,
     Embed,
-    Header,
+    ExpertLinear,
+    Gather,
+    Group,
+    Heads,
     Likeliest,
     Linear,
     Merge,
     Norm,
     Refine,
     Rope,
+    Route,
     Softcap,
-    Team,
-    Thread,
 )
+from slipstream.kernels.cpu.records import Context, Header, Team, Thread
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT = 128  # of one process
@@ -49,18 +54,25 @@ def write_module(level: Level) -> str:
     write = rows.write_row(module)
     singles = attention.singles(module)
     tiles = prompt_attention.tiles(module, singles.find)
+    products = linear.tiles(module)
     code = {
         Embed: rows.embed(module),
         Norm: rows.norm(module, write),
         Copy: rows.copy(module, write),
-        Linear: linear.linear(module),
+        Linear: linear.linear(module, products),
+        Heads: heads.heads(module),
         Rope: rope.rope(module, write),
         Attention: prompt_attention.attention(module, singles.attend, tiles),
-        Merge: rows.merge(module, write, singles.join, singles.finish),
+        Merge: rows.merge(module, write, singles),
         Softcap: rows.softcap(module),
         Likeliest: rows.likeliest(module),
         Refine: refine.refine(module),
         Candidates: candidates.candidates(module),
+        Route: experts.route(module),
+        Group: experts.group(module),
+        Gather: experts.gather(module, write),
+        ExpertLinear: experts.expert_linear(module, products),
+        Combine: experts.combine(module),
     }
     wait = _barrier(module)
     run = _run(module, [(number, code[kind]) for number, kind in enumerate(KINDS)], wait)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from slipstream.kernels.cpu.compiler.levels import Level
+from slipstream.kernels.cpu.compiler.instruction_levels import Level
 from slipstream.kernels.cpu.compiler.values import I64, VF32, Value, constant_text
 
 
@@ -212,9 +212,6 @@ class Function:
             self.write(f"call void @{function.name}({listed})")
             return Value(self, "void", "")
         return self.emit(function.returns, f"call {function.returns} @{function.name}({listed})")
-
-    def return_value(self, value: Value) -> None:
-        self.write(f"ret {value.typed}")
 
     # Control
 

@@ -33,8 +33,6 @@ VF32 = vector(F32)
 VI32 = vector(I32)
 VI16 = vector(I16)
 
-Operand = "Value | int | float"
-
 
 def element_of(kind: str) -> str:
     """Return the type of a vector's lanes, or the scalar type itself."""

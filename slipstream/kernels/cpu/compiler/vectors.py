@@ -8,7 +8,6 @@ from slipstream.kernels.cpu.compiler.function import Function
 from slipstream.kernels.cpu.compiler.values import (
     BF16,
     F16,
-    F32,
     I8,
     I16,
     I32,
@@ -281,15 +280,11 @@ def activate(f: Function, kind: str, x: Value) -> Value:
     """Return an activation function of the MLP."""
     if kind == "silu":
         return x * sigmoid(f, x)
-    if kind == "relu":
-        return f.select(x > 0.0, x, f.value(VF32, 0.0))
+    if kind in ("relu", "relu_squared"):
+        bounded = f.select(x > 0.0, x, f.value(VF32, 0.0))
+        return bounded if kind == "relu" else bounded * bounded
     if kind == "gelu":
         return x * 0.5 * (erf(f, x * 0.7071067811865476) + 1.0)
     assert kind == "gelu_tanh"
     inner = (x + x * x * x * 0.044715) * 0.7978845608028654
     return x * 0.5 * (tanh(f, inner) + 1.0)
-
-
-def to_float(f: Function, bits: Value) -> Value:
-    """Return the float32 in the lower half of a 64-bit field."""
-    return bits.to(I32).bits(F32)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WORKER = "slipstream.kernels.gpu.compilation.worker"
-_MOST_PROCESSES = 16
-_LEAST_CORES = 3  # with fewer, a second process does not pay for its start
+_MAX_PROCESSES = 16
+_MIN_CORES = 3  # with fewer, a second process does not pay for its start
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -125,9 +125,9 @@ def start_pool(identity: str, cores: int) -> CompilePool | None:
         return None  # the engine reports it
     folder = prepare_cache_folder()
     marker = folder / f"slipstream-{_digest(identity + compiler)}.compiled"
-    if cores < _LEAST_CORES or marker.exists():
+    if cores < _MIN_CORES or marker.exists():
         return None
-    return CompilePool(min(_MOST_PROCESSES, cores - 1), marker)
+    return CompilePool(min(_MAX_PROCESSES, cores - 1), marker)
 
 
 def prepare_cache_folder() -> Path:

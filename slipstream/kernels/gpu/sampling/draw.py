@@ -66,7 +66,7 @@ _CHUNK = 64  # groups that a CTA holds in registers
 # A CTA takes about as long to begin and to end as to read 5,000 logits. Rows are cut into fewer
 # parts where there are this many CTAs, but not into too few: some parts are read again.
 _ENOUGH_CTAS = 2048
-_LEAST_PARTS = 8
+_MIN_PARTS = 8
 
 
 @triton.jit
@@ -260,7 +260,7 @@ def draw(
 def _span(samples: int, vocab: int) -> int:
     """Return the tokens of a part: few for few rows, so that all SMs have work."""
     parts = PARTS
-    while parts > _LEAST_PARTS and samples * parts > _ENOUGH_CTAS:
+    while parts > _MIN_PARTS and samples * parts > _ENOUGH_CTAS:
         parts //= 2
     return pieces(vocab, parts * GROUP) * GROUP
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,6 +35,7 @@ from slipstream.server.engine_link.cluster.messages import (
     LeaderLeaves,
     Machine,
     RankEnded,
+    RanksMet,
     RankStopped,
     Refused,
     ShowStacks,
@@ -48,6 +49,8 @@ from slipstream.server.engine_link.link import (
     EXIT_WITH_REASON,
     EngineFailed,
     LinkError,
+    RankFiles,
+    RankPlace,
     ServerEnd,
     StartOrder,
     configure,
@@ -71,7 +74,8 @@ class RankProblem(Exception):
 @dataclass
 class _Rank:
     process: child.RankProcess
-    link: ServerEnd  # for the reason of its exit
+    # for the reason of its exit; rank 0 of a whole engine sends it to the front ends
+    link: ServerEnd | None
     stopped: bool = False  # by a signal, as the leader knows
 
 
@@ -87,6 +91,7 @@ class RankHost:
         self._heartbeat_seconds = heartbeat_seconds
         self._command = command or child.ENGINE_COMMAND
         self._ranks: dict[tuple[int, int], _Rank] = {}  # engine, rank → rank
+        self._files: dict[int, RankFiles] = {}  # of whole engines, until their ranks have met
         self._calls = Calls()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -258,6 +263,8 @@ class RankHost:
     def _obey(self, message: ToHost) -> None:
         if isinstance(message, StartRank):
             self._start(message)
+        elif isinstance(message, RanksMet):
+            self._remove_files(message.engine)
         elif isinstance(message, EndRank):
             if rank := self._ranks.get((message.engine, message.rank)):
                 rank.process.kill()
@@ -284,13 +291,15 @@ class RankHost:
     def _spawn(self, start: StartRank) -> _Rank:
         settings = EngineSettings.from_json(start.settings)
         gpus = visible_gpus(settings.device)
-        if bool(gpus) != start.on_gpu:
+        if bool(gpus) != bool(start.gpus):
             kinds = {True: "a GPU", False: "a CPU"}
             raise RankProblem(
                 f"this machine runs the engine on {kinds[bool(gpus)]}, and rank 0 on "
-                f"{kinds[start.on_gpu]}: all ranks need the same kind of device"
+                f"{kinds[bool(start.gpus)]}: all ranks need the same kind of device"
             )
         _check_folder(start.engine_folder, start.identity)
+        if start.whole:
+            return self._spawn_of_replica(start, gpus)
         launched = self._options.launched
         local = find_local_place(launched, gpus, start.index, start.each)
         if gpus == 1 and launched.local_size > 1:
@@ -298,18 +307,40 @@ class RankHost:
                 "the launcher shows each process one GPU only (as --gpus-per-task does): ranks "
                 "cannot read each other's memory, and exchange their sums more slowly"
             )
-        link = ServerEnd()
-        order = StartOrder(
-            [str(link.path)],
-            start.engine_folder,
-            start.settings,
-            os.getpid(),
-            replace(start.place, local=local),
-        )
+        return self._run_rank(start, replace(start.place, local=local), self._options.key.variables)
+
+    def _spawn_of_replica(self, start: StartRank, gpus: int) -> _Rank:
+        """Start a rank of a replica. This process starts the others, too."""
+        launched = self._options.launched
+        if gpus != start.gpus:
+            raise RankProblem(
+                f"this process sees {gpus} GPUs, and rank 0 of {launched.launcher} {start.gpus}: "
+                "replicas need as many on each machine"
+            )
+        sees_all = not 0 < gpus < launched.local_size
+        if sees_all and launched.local_rank:
+            raise RankProblem(
+                f"process {launched.rank} is not the first one on its machine, so that replicas "
+                "would share GPUs or cores: fill one machine after the other (srun "
+                "--distribution=block, mpirun --map-by slot)"
+            )
+        ranks = start.place.size
+        if ranks > 1 and start.engine not in self._files:
+            self._files[start.engine] = RankFiles(ranks)
+        place = self._files[start.engine].place(start.place.rank) if ranks > 1 else None
+        return self._run_rank(start, place, self._options.key.variables if start.links else {})
+
+    def _run_rank(
+        self, start: StartRank, place: RankPlace | None, variables: Mapping[str, str]
+    ) -> _Rank:
+        link = None if start.links else ServerEnd()
+        sockets = start.links if link is None else [str(link.path)]
+        order = StartOrder(sockets, start.engine_folder, start.settings, os.getpid(), place)
         try:
-            process = child.RankProcess(self._command, order, variables=self._options.key.variables)
+            process = child.RankProcess(self._command, order, variables=variables)
         except OSError:
-            link.close()
+            if link is not None:
+                link.close()
             raise
         return _Rank(process, link)
 
@@ -322,10 +353,13 @@ class RankHost:
         if rank is None:
             return  # it was killed with all others
         reason = ""
-        if code == EXIT_WITH_REASON:
-            message = rank.link.receive(_REASON_SECONDS)
-            reason = message.reason if isinstance(message, EngineFailed) else ""
-        rank.link.close()
+        if rank.link is not None:
+            if code == EXIT_WITH_REASON:
+                message = rank.link.receive(_REASON_SECONDS)
+                reason = message.reason if isinstance(message, EngineFailed) else ""
+            rank.link.close()
+        if all(engine != place[0] for engine, _ in self._ranks):
+            self._remove_files(place[0])
         self._send(RankEnded(*place, code, reason))
 
     def _kill_all(self) -> None:
@@ -335,7 +369,14 @@ class RankHost:
             rank.process.kill()
         for rank in ranks:
             rank.process.reap()
-            rank.link.close()
+            if rank.link is not None:
+                rank.link.close()
+        for engine in list(self._files):
+            self._remove_files(engine)
+
+    def _remove_files(self, engine: int) -> None:
+        if files := self._files.pop(engine, None):
+            files.remove()
 
 
 def _check_folder(engine_folder: str, identity: str) -> None:

@@ -103,6 +103,15 @@ def read_cluster_key(file: str = "", environment: Mapping[str, str] = os.environ
     return derive_keys(_checked(text, CLUSTER_KEY_VARIABLE))
 
 
+def take_cluster_key() -> ClusterKey:
+    """Return the key of the environment, and remove it from there: processes of the server get it
+    so, and code of a model must not see it.
+    """
+    key = read_cluster_key()
+    os.environ.pop(CLUSTER_KEY_VARIABLE, None)
+    return key
+
+
 def _read(path: Path, source: str) -> str:
     """Return the key in a file that only its owner can read."""
     try:

@@ -32,6 +32,7 @@ from slipstream.server.engine_link.cluster.messages import (
     FromHost,
     LeaderLeaves,
     Machine,
+    RanksMet,
     RankStopped,
     Refused,
     ShowStacks,
@@ -151,6 +152,10 @@ class RankHosts:
         self._calls.add(partial(self._start, rank))
         return rank
 
+    def note_met(self, process: int, engine: int) -> None:
+        """Tell the host of all ranks of an engine that these have met."""
+        self._calls.add(partial(self._send_met, process, engine))
+
     def close(self) -> None:
         """End all hosts."""
         self._calls.add(self._leave)
@@ -213,6 +218,10 @@ class RankHosts:
     def _send_about(self, rank: RemoteRank, message: ToHost) -> None:
         if not rank.ended and (host := self._hosts.get(rank.process)):
             self._send(host, message)
+
+    def _send_met(self, process: int, engine: int) -> None:
+        if host := self._hosts.get(process):
+            self._send(host, RanksMet(engine))
 
     def _send(self, host: _Host, message: ToHost) -> None:
         self._socket.send_multipart([host.identity, encode(message)])

@@ -7,7 +7,7 @@ exactly these types and refuse anything else.
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -43,7 +43,19 @@ class StartRank:
     place: RankPlace
     index: int  # of the rank among those that the host starts
     each: int  # ranks of this engine that the host starts
-    on_gpu: bool  # whether the leader's rank runs on a GPU
+    gpus: int  # that the leader sees and the engine may use; 0: it runs on a CPU
+    # The host starts all ranks of the engine, and they meet there. The place has neither a store
+    # nor sockets then.
+    whole: bool = False
+    # of rank 0 of such an engine: the endpoints that lead to the front ends of the server
+    links: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RanksMet:
+    """The ranks of a whole engine have met: the files for that are not needed any more."""
+
+    engine: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +105,12 @@ class LeaderLeaves:
     """The leader ends, and the hosts with it."""
 
 
-ToHost = StartRank | EndRank | ShowStacks | Refused | LeaderLeaves
+ToHost = StartRank | RanksMet | EndRank | ShowStacks | Refused | LeaderLeaves
 FromHost = Machine | RankEnded | RankStopped
 
 _TO_HOST: dict[bytes, type] = {
     b"S": StartRank,
+    b"F": RanksMet,
     b"E": EndRank,
     b"T": ShowStacks,
     b"R": Refused,

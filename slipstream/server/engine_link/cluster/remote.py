@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from slipstream.server.engine_link.cluster.messages import StartRank
 from slipstream.server.engine_link.link import describe_exit
-from slipstream.server.engine_link.process_state import ProcessState
+from slipstream.server.log.process_state import ProcessState
 
 
 class RemoteRank:

@@ -7,6 +7,7 @@ import { MessageView } from "./message.js";
 import { copyText, make } from "./nodes.js";
 
 const SAVE_MILLISECONDS = 1000;
+const STARTS = ["What is machine learning?", "Give me three tips for good sleep.", "Write a short poem about rain."];
 const LONGEST_FILE = 200000;  // characters of an attached file
 
 export class Chat {
@@ -55,9 +56,20 @@ export class Chat {
     this.views = new Map(path.map(message => [message.id, new MessageView(this.conversation, message, actions, options)]));
     const log = at("conversation");
     log.replaceChildren(...[...this.views.values()].map(view => view.element));
-    if (!path.length) log.append(make("p", { class: "welcome", text: "Ask something. The answer comes from this server." }));
+    if (!path.length) log.append(this.welcome());
     if (this.running && this.views.has(this.running.message.id)) this.views.get(this.running.message.id).update(true);
     follow(true);
+  }
+
+  welcome() {
+    const questions = STARTS.map(text => make("button", { type: "button", text, on: { click: () => this.ask(text) } }));
+    return make("div", { class: "welcome" }, make("p", { text: "Ask something. The answer comes from this server." }),
+      make("div", { class: "starts", role: "group", "aria-label": "Questions to begin with" }, ...questions));
+  }
+
+  ask(text) {
+    at("text").value = text;
+    at("form").requestSubmit();
   }
 
   keep() {
@@ -114,7 +126,8 @@ export class Chat {
       at("text").value = text;
       this.keep();
     }
-    at("text").focus();
+    const focused = document.activeElement;  // the user may be elsewhere by now
+    if (focused === document.body || at("form").contains(focused)) at("text").focus();
   }
 
   /** Ask for an answer to the message `parent`. */
@@ -195,9 +208,13 @@ export class Chat {
     if (this.running) this.running.controller.abort();
   }
 
+  /** Show the one of the buttons Send and Stop that has a use. The focus stays in their place. */
   showBusy(busy) {
-    at("send").disabled = busy;
-    at("stop").disabled = !busy;
+    const [shown, hidden] = busy ? [at("stop"), at("send")] : [at("send"), at("stop")];
+    const focused = document.activeElement === hidden;
+    shown.disabled = shown.hidden = false;
+    hidden.disabled = hidden.hidden = true;
+    if (focused) shown.focus();
     at("conversation").setAttribute("aria-busy", String(busy));
   }
 

@@ -6,7 +6,7 @@ import { at } from "./elements.js";
 import { MessageView } from "./message.js";
 import { make } from "./nodes.js";
 
-const CHOICES = [["temperature", "Temperature", "2", "0.05"], ["max_tokens", "Most tokens", "", "1"]];
+const CHOICES = [["temperature", "Temperature", "2", "0.05"], ["max_tokens", "Maximum tokens", "", "1"]];
 
 /** One of the two sides. */
 class Contender {

@@ -11,8 +11,8 @@ const POINTS = 300;
 const LATENCY_SECONDS = 30;  // latencies are those of so long a time
 const TILES = [
   ["Running", now => now.running], ["Waiting", now => now.waiting],
-  ["Tokens/s", now => now.output], ["KV cache used", now => `${(now.cache * 100).toFixed(0)} %`],
-  ["Prompts cached", now => `${(now.hits * 100).toFixed(0)} %`], ["Requests finished", now => now.finished],
+  ["Tokens/s", now => now.output], ["KV cache", now => `${(now.cache * 100).toFixed(0)} %`],
+  ["From cache", now => `${(now.hits * 100).toFixed(0)} %`], ["Finished", now => now.finished],
 ];
 
 export class Dashboard {
@@ -33,7 +33,7 @@ export class Dashboard {
     this.problem = make("p", { class: "hint", role: "status" });
     this.tiles = TILES.map(() => make("dd", { text: "–" }));
     this.plots = [
-      [new Plot("Requests", "count", ["running", "waiting"], 4), now => [now.running, now.waiting]],
+      [new Plot("Requests", "", ["running", "waiting"], 4), now => [now.running, now.waiting]],
       [new Plot("Tokens", "tokens/s", ["output", "prompt"], 10), now => [now.output, now.prompt]],
       [new Plot("KV cache", "% of its blocks", ["used", "kept for reuse"], 100), now => [now.cache * 100, now.kept * 100]],
       [new Plot("Time to first token", "ms", ["p50", "p90", "p99"], 10), now => now.first],

@@ -19,7 +19,17 @@ export class ConversationList {
     at("delete-all").addEventListener("click", () => this.removeAll());
   }
 
+  /** Show the conversations. The focus stays on its button, or goes to the one in its place. */
   show() {
+    const buttons = () => [...at("conversations").querySelectorAll("button")];
+    const place = buttons().indexOf(document.activeElement), key = place < 0 ? "" : document.activeElement.dataset.key;
+    this.fill();
+    if (place < 0) return;
+    const left = buttons();
+    (left.find(one => one.dataset.key === key) || left[Math.min(place, left.length - 1)] || at("new")).focus();
+  }
+
+  fill() {
     const current = this.current().id;
     const items = this.store.list(at("search").value).map(conversation => this.item(conversation, current));
     const empty = at("search").value ? "Nothing found." : "No conversation yet.";
@@ -30,10 +40,11 @@ export class ConversationList {
     const title = titleOf(conversation), chosen = conversation.id === current;
     const open = make("button", {
       type: "button", class: "open", text: title, title, "aria-current": chosen ? "true" : null,
+      "data-key": `${conversation.id} open`,
       on: { click: () => { this.open(conversation); this.show(); } },
     });
-    const rename = make("button", { type: "button", class: "small", text: "✎", "aria-label": `Rename: ${title}`, title: "Rename", on: { click: () => this.rename(conversation) } });
-    const remove = make("button", { type: "button", class: "small", text: "✕", "aria-label": `Delete: ${title}`, title: "Delete", on: { click: () => this.remove(conversation) } });
+    const rename = make("button", { type: "button", class: "small", text: "✎", "data-key": `${conversation.id} rename`, "aria-label": `Rename: ${title}`, title: "Rename", on: { click: () => this.rename(conversation) } });
+    const remove = make("button", { type: "button", class: "small", text: "✕", "data-key": `${conversation.id} remove`, "aria-label": `Delete: ${title}`, title: "Delete", on: { click: () => this.remove(conversation) } });
     return make("li", { class: chosen ? "current" : null }, open, rename, remove);
   }
 

@@ -4,7 +4,7 @@ import { draw, make } from "./nodes.js";
 
 const WIDTH = 420, HEIGHT = 170;
 const LEFT = 48, RIGHT = 8, TOP = 8, BOTTOM = 20;
-const TICKS = 4;
+const MOST_TICKS = 4;  // above 0
 
 /** Return a number in few characters: 0.012, 1.2, 34, 5.6k. */
 export function short(value) {
@@ -15,15 +15,18 @@ export function short(value) {
   return Math.abs(value) >= 1 ? value.toFixed(1) : value.toPrecision(2);
 }
 
-/** Return the least round number, 1, 2 or 5 times a power of ten, that is not below this. */
-export function roundUp(value) {
-  if (!(value > 0)) return 1;
-  const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map(step => step * power).find(step => step >= value * 0.9999);
+/** Return the ticks of an axis from 0 to at least `most`: multiples of a round number. `whole`: of a whole one. */
+export function ticksTo(most, whole = false) {
+  const end = most > 0 ? most : 1, least = end / MOST_TICKS;
+  const power = 10 ** Math.floor(Math.log10(least));
+  const round = (whole ? [1, 2, 5, 10] : [1, 2, 2.5, 5, 10]).map(step => step * power);
+  const step = Math.max(round.find(one => one >= least * 0.9999), whole ? 1 : 0);
+  const count = Math.max(1, Math.ceil((end / step) * 0.9999));
+  return Array.from({ length: count + 1 }, (_, i) => i * step);
 }
 
 export class Plot {
-  /** `series`: the names of its lines. `least`: the least upper end of the axis. */
+  /** `unit`: empty for a count. `series`: the names of its lines. `least`: the least upper end of the axis. */
   constructor(title, unit, series, least = 0) {
     this.title = title;
     this.unit = unit;
@@ -35,7 +38,7 @@ export class Plot {
     const legend = make("ul", { class: "legend" }, ...series.map((name, i) => make("li", {},
       draw("svg", { viewBox: "0 0 10 6", "aria-hidden": "true" }, draw("rect", { width: 10, height: 6, class: `series-${i}` })),
       name ? `${name} ` : "", this.values[i])));
-    this.element = make("figure", {}, make("figcaption", { text: `${title} (${unit})` }), this.svg, legend);
+    this.element = make("figure", {}, make("figcaption", { text: unit ? `${title} (${unit})` : title }), this.svg, legend);
     this.svg.addEventListener("pointermove", event => this.point(event));
     this.svg.addEventListener("pointerleave", () => { this.at = null; this.drawAll(); });
   }
@@ -57,12 +60,11 @@ export class Plot {
     const { points } = this;
     const end = points.length ? points.at(-1).time : 0, start = points.length ? points[0].time : 0;
     const most = Math.max(this.least, ...points.flatMap(({ values }) => values.map(value => value || 0)));
-    const top = roundUp(most);
+    const ticks = ticksTo(most, !this.unit), top = ticks.at(-1);
     const x = time => LEFT + ((time - start) / Math.max(end - start, 1)) * (WIDTH - LEFT - RIGHT);
     const y = value => HEIGHT - BOTTOM - (value / top) * (HEIGHT - TOP - BOTTOM);
     const parts = [];
-    for (let i = 0; i <= TICKS; i += 1) {
-      const value = (top * i) / TICKS;
+    for (const value of ticks) {
       parts.push(draw("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value), class: "grid" }));
       parts.push(draw("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end", text: short(value) }));
     }
@@ -98,6 +100,6 @@ export class Plot {
     const values = this.series.map((_, i) => short(chosen ? chosen.values[i] : null));
     this.values.forEach((element, i) => { element.textContent = values[i]; });
     const read = this.series.map((name, i) => `${name} ${values[i]}`.trim()).join(", ");
-    this.svg.setAttribute("aria-label", `${this.title} in ${this.unit}: ${read}`);
+    this.svg.setAttribute("aria-label", `${this.title}${this.unit ? ` in ${this.unit}` : ""}: ${read}`);
   }
 }

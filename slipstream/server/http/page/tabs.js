@@ -16,6 +16,7 @@ export function startTabs(onShow) {
       at(`tab-${one}`).setAttribute("aria-selected", String(chosen));
       at(`tab-${one}`).tabIndex = chosen ? 0 : -1;
     }
+    document.body.dataset.view = name;  // the panels belong to the other views: style.css
     onShow(name);
   }
 

@@ -55,7 +55,7 @@ def find_reasoning(template: str, name: str = "") -> ReasoningFormat | None:
 
 
 class ReasoningStart(Enum):
-    """Where an answer starts."""
+    """The part in which an answer starts."""
 
     INSIDE = auto()  # the prompt has opened the reasoning
     BEFORE = auto()  # the answer may open it

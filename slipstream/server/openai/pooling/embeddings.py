@@ -17,7 +17,7 @@ from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import convert_fields, decode_object
 from slipstream.server.openai.models import OpenAIModel, find_model_or_default
 from slipstream.server.openai.pooling.kinds import embedding_rule
-from slipstream.server.openai.pooling.prompts import MOST_PROMPTS, PromptReader
+from slipstream.server.openai.pooling.prompts import MAX_PROMPTS, PromptReader
 from slipstream.server.openai.pooling.service import CallSource, PooledPrompt, PoolingCall
 from slipstream.server.openai.prompts import Prompt, is_tokens
 from slipstream.server.text.threads import in_thread_if_long
@@ -58,8 +58,8 @@ def _read_inputs(given: Any) -> list[Prompt]:
     prompts = [given] if isinstance(given, str) or is_tokens(given) else given
     if not isinstance(prompts, list) or not prompts:
         raise field_error("input", "must be a string, a list of token ids, or a list of those")
-    if len(prompts) > MOST_PROMPTS:
-        raise field_error("input", f"must hold at most {MOST_PROMPTS} texts, got {len(prompts)}")
+    if len(prompts) > MAX_PROMPTS:
+        raise field_error("input", f"must hold at most {MAX_PROMPTS} texts, got {len(prompts)}")
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, str) and not is_tokens(prompt):
             raise field_error(f"input[{number}]", "must be a string or a list of token ids")

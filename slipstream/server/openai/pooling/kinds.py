@@ -1,4 +1,4 @@
-"""How a model pools, with the errors of OpenAI's routes."""
+"""The kind of pooling of a model, with the errors of OpenAI's routes."""
 
 from __future__ import annotations
 

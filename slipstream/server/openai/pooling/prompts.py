@@ -17,7 +17,7 @@ from slipstream.server.openai.sampling import check_bound
 from slipstream.server.text.folder import TokenizerError
 from slipstream.server.text.threads import in_thread_if_long
 
-MOST_PROMPTS = 2048  # OpenAI's limit of one call
+MAX_PROMPTS = 2048  # OpenAI's limit of one call
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from slipstream.server.openai.errors import field_error
 from slipstream.server.openai.fields import convert_fields, decode_object
 from slipstream.server.openai.models import OpenAIModel, find_model_or_default
 from slipstream.server.openai.pooling.kinds import embedding_rule, scores_pairs
-from slipstream.server.openai.pooling.prompts import MOST_PROMPTS, PromptReader
+from slipstream.server.openai.pooling.prompts import MAX_PROMPTS, PromptReader
 from slipstream.server.openai.pooling.service import CallSource, PooledPrompt, PoolingCall
 from slipstream.server.text.threads import in_thread_if_long
 
@@ -120,8 +120,8 @@ class PairReader:
 
         `names`: the field of each text, for errors.
         """
-        if len(first) + len(second) > MOST_PROMPTS:
-            raise field_error(names[-1], f"is one of more than {MOST_PROMPTS} texts")
+        if len(first) + len(second) > MAX_PROMPTS:
+            raise field_error(names[-1], f"is one of more than {MAX_PROMPTS} texts")
         reader = PromptReader.create(self.model, self.truncate)
         if scores_pairs(self.model):
             prompts = [

@@ -47,7 +47,7 @@ class PoolingCall:
 
 @dataclass(frozen=True)
 class CallSource:
-    """What a function needs to read a call from a body."""
+    """The objects that a function needs to read a call from a body."""
 
     registry: ModelRegistry
     default_pooling: str  # kind for models that declare none; empty: they have no embeddings

@@ -13,12 +13,13 @@ from typing import Any
 
 from slipstream.server.openai.calls import Document
 from slipstream.server.openai.errors import ApiError, field_error
+from slipstream.server.openai.fields import read_text
 
 Item = Document
 # returns a stored item by its id, or None
 FindItem = Callable[[str], Item | None]
 
-_MOST_ITEMS = 1 << 15
+_MAX_ITEMS = 1 << 15
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_ONLY = "is not supported by this server: its models read text only"
 
@@ -33,8 +34,8 @@ def read_input(given: str | list[Any] | None, find_item: FindItem) -> list[Item]
         return []
     if isinstance(given, str):
         return [_message_item("input", {"role": "user", "content": given})]
-    if len(given) > _MOST_ITEMS:
-        raise field_error("input", f"must hold at most {_MOST_ITEMS} items, got {len(given)}")
+    if len(given) > _MAX_ITEMS:
+        raise field_error("input", f"must hold at most {_MAX_ITEMS} items, got {len(given)}")
     return [_item(f"input[{number}]", item, find_item) for number, item in enumerate(given)]
 
 
@@ -76,15 +77,9 @@ def _item(name: str, given: Any, find_item: FindItem) -> Item:
             )
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise field_error(name, "must be a string")
-    return value
-
-
 def _id(name: str, given: Document, prefix: str) -> str:
     value = given.get("id")
-    return new_id(prefix) if value is None else _text(f"{name}.id", value)
+    return new_id(prefix) if value is None else read_text(f"{name}.id", value)
 
 
 def _message_item(name: str, given: Document) -> Item:
@@ -115,9 +110,9 @@ def _part(name: str, part: Any, kind: str) -> Document:
         raise field_error(name, "must be an object with type and text")
     match part.get("type"):
         case "input_text" | "output_text":
-            return _text_part(kind, _text(f"{name}.text", part.get("text")))
+            return _text_part(kind, read_text(f"{name}.text", part.get("text")))
         case "refusal":
-            return {"type": "refusal", "refusal": _text(f"{name}.refusal", part.get("refusal"))}
+            return {"type": "refusal", "refusal": read_text(f"{name}.refusal", part.get("refusal"))}
         case "input_image" | "input_file" | "input_audio" as unsupported:
             raise ApiError(f"{name}.type {unsupported} {_TEXT_ONLY}", f"{name}.type")
         case other:
@@ -132,7 +127,7 @@ def _text_part(kind: str, text: str) -> Document:
 
 
 def _call_item(name: str, given: Document) -> Item:
-    arguments = _text(f"{name}.arguments", given.get("arguments"))
+    arguments = read_text(f"{name}.arguments", given.get("arguments"))
     try:
         json.loads(arguments or "{}")
     except (ValueError, RecursionError) as error:
@@ -141,8 +136,8 @@ def _call_item(name: str, given: Document) -> Item:
         "id": _id(name, given, "fc"),
         "type": "function_call",
         "status": "completed",
-        "call_id": _text(f"{name}.call_id", given.get("call_id")),
-        "name": _text(f"{name}.name", given.get("name")),
+        "call_id": read_text(f"{name}.call_id", given.get("call_id")),
+        "name": read_text(f"{name}.name", given.get("name")),
         "arguments": arguments,
     }
 
@@ -155,7 +150,7 @@ def _call_output_item(name: str, given: Document) -> Item:
         "id": _id(name, given, "fco"),
         "type": "function_call_output",
         "status": "completed",
-        "call_id": _text(f"{name}.call_id", given.get("call_id")),
+        "call_id": read_text(f"{name}.call_id", given.get("call_id")),
         "output": output,
     }
 
@@ -185,12 +180,12 @@ def _reasoning_texts(name: str, given: Any, kind: str) -> list[Document]:
     for number, part in enumerate(given or []):
         if not isinstance(part, dict):
             raise field_error(f"{name}[{number}]", "must be an object with type and text")
-        texts.append({"type": kind, "text": _text(f"{name}[{number}].text", part.get("text"))})
+        texts.append({"type": kind, "text": read_text(f"{name}[{number}].text", part.get("text"))})
     return texts
 
 
 def _referenced_item(name: str, given: Document, find_item: FindItem) -> Item:
-    identity = _text(f"{name}.id", given.get("id"))
+    identity = read_text(f"{name}.id", given.get("id"))
     found = find_item(identity)
     if found is None:
         raise ApiError(

@@ -29,7 +29,7 @@ Function = dict[str, Any]
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How a conversation uses tools: the calls of the answer, and those in the messages."""
+    """The use of tools in a conversation: the calls of the answer, and those in the messages."""
 
     template: str  # the chat template that the conversation is rendered with
     format: CallFormat

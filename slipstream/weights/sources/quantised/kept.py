@@ -76,10 +76,10 @@ def integer_blocks(layer: QuantisedLayer, layout: IntegerLayout, form: str) -> n
     centre = layout.zeros(layer).centre
     if form == "Q8_0":
         numbers = (found.numbers ^ np.uint8(centre)).view(np.int8)
-        return _eights(Kept(form, numbers, scales, None))
+        return byte_blocks(Kept(form, numbers, scales, None))
     if form == "Q4_0":
-        return _nibbles(Kept(form, found.numbers + np.uint8(_CENTRE - centre), scales, None))
-    return _nibbles(Kept(form, found.numbers, scales, -scales * zeros))
+        return nibble_blocks(Kept(form, found.numbers + np.uint8(_CENTRE - centre), scales, None))
+    return nibble_blocks(Kept(form, found.numbers, scales, -scales * zeros))
 
 
 def scaled_blocks(layer: QuantisedLayer) -> np.ndarray:
@@ -90,7 +90,7 @@ def scaled_blocks(layer: QuantisedLayer) -> np.ndarray:
     row = np.arange(rows) // tall
     block = np.arange(0, columns, _BLOCK) // wide
     numbers = np.ascontiguousarray(layer.array("weight").array)
-    return _eights(Kept("Q8_0", numbers, grid[row[:, None], block[None]], None))
+    return byte_blocks(Kept("Q8_0", numbers, grid[row[:, None], block[None]], None))
 
 
 def _fits_float16(scales: np.ndarray) -> bool:
@@ -100,12 +100,12 @@ def _fits_float16(scales: np.ndarray) -> bool:
     return bool((np.abs(halves - scales) <= _ROUNDING * np.abs(scales)).all())
 
 
-def _eights(kept: Kept) -> np.ndarray:
+def byte_blocks(kept: Kept) -> np.ndarray:
     blocks = kept.numbers.reshape(len(kept.numbers), -1, _BLOCK).view(np.uint8)
     return _rows(_halves(kept.scales), blocks)
 
 
-def _nibbles(kept: Kept) -> np.ndarray:
+def nibble_blocks(kept: Kept) -> np.ndarray:
     """Column i of a block is the low half of byte i, column i + 16 the high half."""
     blocks = kept.numbers.reshape(len(kept.numbers), -1, 2, _BLOCK // 2)
     data = blocks[:, :, 0] | (blocks[:, :, 1] << 4)

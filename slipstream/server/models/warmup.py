@@ -15,7 +15,7 @@ from slipstream.server.kserve.inference import InferRequest, ServedModel
 from slipstream.server.kserve.tensor_bytes import SIZES, IncompleteString, unpack
 from slipstream.server.kserve.tensors import DTYPES, Array, Tensor
 
-MOST_VALUES = 1 << 24
+MAX_VALUES = 1 << 24
 WARMUP_FOLDER = "warmup"
 
 
@@ -49,7 +49,7 @@ def _tensor(
     shape = (*batch, *given["dims"])
     datatype = given["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
     count = prod(shape)
-    if not 0 <= count <= MOST_VALUES or (datatype != "BYTES" and datatype not in SIZES):
+    if not 0 <= count <= MAX_VALUES or (datatype != "BYTES" and datatype not in SIZES):
         raise InferenceError(f"warmup input '{name}' has an impossible shape or datatype")
     if given.get("input_data_file"):
         data = _from_file(

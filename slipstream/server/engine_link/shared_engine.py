@@ -1,8 +1,9 @@
-"""Lends the engine of this process to servers that this process starts.
+"""Connect the engine of this process to servers that this process starts.
 
-A server starts `engine_worker/lent.py` where it would start an engine process. That program sends
-the order here, over a Unix socket that only this user can open. The front ends of the server are
-then linked to the engine of this process. The connection closes when the server leaves the engine.
+A server starts `engine_worker/shared_engine_proxy.py` where it would start an engine process. That
+program sends the order here, over a Unix socket that only this user can open. The front ends of the
+server are then linked to the engine of this process. The connection closes when the server
+disconnects from the engine.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from slipstream.server.engine_link.link import StartOrder, new_socket_path, remo
 
 logger = logging.getLogger(__name__)
 
-_MOST_BYTES = 1 << 20  # of an order
+_MAX_BYTES = 1 << 20  # of an order
 
 
-class EngineLender:
+class SharedEngine:
     def __init__(self, engine: InProcessEngine) -> None:
         self.path = new_socket_path()
         self._engine = engine
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self.path))
         self._listener.listen()
-        threading.Thread(target=self._accept, name="lender", daemon=True).start()
+        threading.Thread(target=self._accept, name="shared-engine", daemon=True).start()
 
     def close(self) -> None:
-        """Lend to no further server."""
+        """Accept no further server."""
         if self._listener.fileno() < 0:
             return
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -46,27 +47,27 @@ class EngineLender:
                 connection, _ = self._listener.accept()
             except OSError:
                 return  # it is closed
-            threading.Thread(target=self._lend, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._share, args=(connection,), daemon=True).start()
 
-    def _lend(self, connection: socket.socket) -> None:
-        """Lend the engine as long as the connection is open."""
+    def _share(self, connection: socket.socket) -> None:
+        """Connect a server to the engine until the connection closes."""
         with connection:
             with connection.makefile("rb") as lines:
-                line = lines.readline(_MOST_BYTES)
+                line = lines.readline(_MAX_BYTES)
             try:
                 order = msgspec.json.decode(line, type=StartOrder)
             except msgspec.MsgspecError as error:
-                logger.error("an order to lend the engine is damaged: %s", error)
+                logger.error("an order to share the engine is damaged: %s", error)
                 return
 
-            def hang_up() -> None:
-                with suppress(OSError):  # the other end has hung up before
+            def close_connection() -> None:
+                with suppress(OSError):  # the other end has closed it
                     connection.shutdown(socket.SHUT_RDWR)
 
             try:
-                self._engine.lend(order.sockets, hang_up)
+                self._engine.connect_server(order.sockets, close_connection)
             except EngineUnavailable as error:
                 connection.sendall(str(error).encode())
                 return
-            connection.recv(1)  # nothing comes: it ends when one of the two hangs up
-            self._engine.take_back(order.sockets)
+            connection.recv(1)  # nothing is sent: it returns when one of the two ends closes
+            self._engine.disconnect_server(order.sockets)

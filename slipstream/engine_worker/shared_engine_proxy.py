@@ -1,8 +1,10 @@
-"""Takes the place of an engine process whose engine is in another process.
+"""The process that a server starts in place of an engine process when the engine is in another one.
 
-`python -m slipstream.engine_worker.lent SOCKET ORDER`: ORDER is the JSON form of `link.StartOrder`.
-The process at SOCKET connects its engine to the server. This program ends when the server leaves
-the engine or the engine ends. It imports little, and its messages are the server's log.
+    python -m slipstream.engine_worker.shared_engine_proxy SOCKET ORDER
+
+ORDER is the JSON form of `link.StartOrder`. The process at SOCKET connects its engine to the
+server. This program ends when the server disconnects from the engine or the engine ends. It imports
+little, and its messages go to the server's log.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ import signal
 import socket
 import sys
 
-from slipstream.server.log.parent import die_with
+from slipstream.server.log.parent_death import die_with
 
 
 def main(place: str, order: str) -> int:
-    """Hand the order over and wait. Returns the exit code."""
+    """Send the order and wait for the end of the connection. Returns the exit code."""
     if not die_with(json.loads(order)["parent_process"]):
         return 1
-    # the server decides when it leaves the engine
+    # the server decides when it disconnects from the engine
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)

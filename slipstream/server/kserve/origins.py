@@ -1,10 +1,10 @@
-"""Which web pages may use the server: the names it is called by, and the origins it accepts.
+"""The web pages that may use the server: its host names, and the origins it accepts.
 
 A browser sends requests for any page that its user visits, also to servers that only this machine
-reaches. It says where they come from, in headers that a page cannot set: `Origin` and
-`Sec-Fetch-Site`. Other clients send neither. A page can also give its own name the address of this
-machine (DNS rebinding). Its requests then look like those of the server's own pages, but have a
-foreign `Host`.
+reaches. The headers `Origin` and `Sec-Fetch-Site` name the page's origin, and a page cannot set
+them. Other clients send neither. A page can also make its own host name resolve to this machine
+(DNS rebinding). Its requests then look like those of the server's own pages, but their `Host` is
+the name of another site.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _OWN_SITE = ("same-origin", "none")  # values of Sec-Fetch-Site; none: the user'
 
 
 @dataclass(frozen=True)
-class Sites:
-    # whether only this machine reaches the server: then its names are known
+class OriginPolicy:
+    # only this machine reaches the server, so its names are known
     local: bool = False
     hosts: tuple[str, ...] = ()  # further names of the server, in lower case; `*`: any
     origins: tuple[str, ...] = ()  # origins of pages that may use the server; `*`: any

@@ -1,4 +1,4 @@
-"""The tie of a child process to the process that started it."""
+"""The death signal of a child process: it ends when its parent ends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent_process: int) -> bool:
-    """Ask the kernel to kill this process when its parent ends. False when the parent has ended
-    already.
+    """Ask the kernel to kill this process when its parent ends.
+
+    Returns False if the parent has ended already.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:

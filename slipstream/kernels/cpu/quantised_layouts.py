@@ -44,7 +44,7 @@ class LevelLayout:
 
     @property
     def bias(self) -> int:
-        """What is added to levels so that they have no sign."""
+        """Return the number that is added to levels so that they have no sign."""
         return 128 if self.bits == 8 else 0
 
 

@@ -39,7 +39,7 @@ def _remembered() -> list[str]:
     return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
 
 
-def known_repositories() -> Iterator[Path]:
+def used_repositories() -> Iterator[Path]:
     """Yield the repositories that may need engines of the cache, each once."""
     places = [Path(line) for line in _remembered()]
     places.append(DEFAULT_REPOSITORY.expanduser().absolute())

@@ -1,4 +1,4 @@
-"""The models and engines that `list`, `show` and `remove` are about, and how they print them."""
+"""The models and engines that `list`, `show` and `remove` select, and their printed form."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.cli.arguments import CommandError, Parser, UsageError
-from slipstream.cli.progress import size_text
+from slipstream.progress import size_text
 from slipstream.repository.collection import UserModel, list_models
 from slipstream.repository.config import CONFIG_NAME
-from slipstream.repository.known import served_repositories
+from slipstream.repository.used_repositories import served_repositories
 from slipstream.weights.cache.engines import (
     CachedEngine,
     describe_engine,

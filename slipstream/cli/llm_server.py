@@ -1,8 +1,8 @@
 """The server of `LLM.serve`: `slipstream start` with the engine of the process that started it.
 
-    python -m slipstream.cli.lent_server PARENT SOCKET OPTIONS...
+    python -m slipstream.cli.llm_server PARENT SOCKET OPTIONS...
 
-It ends with the process PARENT, which lends its engine at SOCKET. OPTIONS are those of
+It ends with the process PARENT, which shares its engine at SOCKET. OPTIONS are those of
 `slipstream start`.
 """
 
@@ -13,16 +13,16 @@ from collections.abc import Sequence
 
 from slipstream.cli import start
 from slipstream.cli.arguments import CommandError
-from slipstream.server.log.parent import die_with
+from slipstream.server.log.parent_death import die_with
 
-_LENT = "slipstream.engine_worker.lent"
+_PROXY = "slipstream.engine_worker.shared_engine_proxy"
 
 
 def main(parent: int, place: str, words: Sequence[str]) -> int:
     """Serve until a signal. Returns the exit code."""
     if not die_with(parent):
         return 1
-    command = (sys.executable, "-P", "-m", _LENT, place)
+    command = (sys.executable, "-P", "-m", _PROXY, place)
     try:
         return start.serve(start.create_parser().parse(words), command)
     except CommandError as error:  # the reason is the last line of the log
