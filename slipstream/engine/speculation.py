@@ -102,7 +102,7 @@ class DraftProposer:
 
 
 class DraftCosts:
-    """What draft tokens cost in a step of a single stream, measured beside such steps without
+    """The cost of draft tokens in steps of a single stream, measured beside such steps without
     draft tokens.
     """
 
