@@ -1,4 +1,4 @@
-"""Slipstream: an LLM inference server that speaks Triton + TensorRT-LLM.
+"""Slipstream: an LLM inference server with the protocols of Triton and TensorRT-LLM.
 
 `slipstream.LLM` and the names beside it are loaded on first use, because `LLM` imports torch and
 the server process must not.

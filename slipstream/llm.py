@@ -204,7 +204,7 @@ class LLM:
         """Return the assistant's answer to a conversation, or a list of answers to several.
 
         `template_variables` are for the model's chat template. `continue_final_message` has the
-        model go on with the last message.
+        model continue with the last message.
         """
         self._check_output_layer()
         single = not messages or isinstance(messages[0], Mapping)
@@ -345,7 +345,7 @@ class LLM:
     ) -> LLMServer | None:
         """Serve this engine over HTTP (Triton's and OpenAI's routes) and gRPC.
 
-        The weights are not loaded again: a server process is linked to this engine, which goes on
+        The weights are not loaded again: a server process is linked to this engine, which continues
         with the calls of this process, too. Port 0 is any free port. `model_name` is the name in
         requests (default: the last part of the model's path or id). `options` are further options
         of `slipstream start`, such as "--tool-call-parser=hermes".

@@ -164,7 +164,7 @@ def test_imports_within_a_folder_and_downward_are_not_found():
     assert upward_imports(source(text, "slipstream/server/example.py")) == []
 
 
-def foreign_imports(file: SourceFile) -> set[str]:
+def third_party_imports(file: SourceFile) -> set[str]:
     roots = {module.partition(".")[0] for _, module in file.imports()}
     return roots - sys.stdlib_module_names - {"slipstream"}
 
@@ -174,7 +174,7 @@ def test_the_engine_needs_only_the_basic_packages(folder):
     files = [file for file in FILES if folder_of(file) == folder]
     assert files
     extras = {
-        file.name: extra for file in files if (extra := foreign_imports(file) - BASIC_PACKAGES)
+        file.name: extra for file in files if (extra := third_party_imports(file) - BASIC_PACKAGES)
     }
     allowed = {
         # imported when a request needs it; an error names it if it is not installed
@@ -198,7 +198,7 @@ def test_planning_does_not_import_torch(name):
 
 
 def test_transformers_is_imported_by_tests_only():
-    assert [file.name for file in FILES if "transformers" in foreign_imports(file)] == []
+    assert [file.name for file in FILES if "transformers" in third_party_imports(file)] == []
 
 
 def test_every_package_that_is_imported_is_declared():
@@ -219,7 +219,7 @@ def test_every_package_that_is_imported_is_declared():
     distributions = packages_distributions()
     missing = {}
     for file in FILES:
-        for module in foreign_imports(file) if file.name not in builds else ():
+        for module in third_party_imports(file) if file.name not in builds else ():
             owners = {
                 owner.lower().replace("_", "-") for owner in distributions.get(module, [module])
             }

@@ -36,7 +36,7 @@ class ReportError(ValueError):
 
 
 class LoadRow(NamedTuple):
-    """A level of load, and what was measured at it."""
+    """A level of load, and the measurements at it."""
 
     load: float
     metrics: LlmMetrics

@@ -13,7 +13,7 @@ from slipstream.engine.messages import Scores
 from slipstream.engine.rows import Rows
 from slipstream.kernels.sampling import largest
 
-_VALUES_AT_ONCE = 1 << 17  # of which the exponentials fit into a cache of the processor
+_VALUES_AT_ONCE = 1 << 17  # their exponentials fit into a cache of the processor
 
 
 class PromptPart(NamedTuple):

@@ -1,4 +1,4 @@
-"""The error of ranks that cannot go on together. No torch here."""
+"""The error of ranks that cannot continue together. No torch here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The only module that uses private operations of torch. pyproject.toml bounds torch's version, and
-tests/kernels/test_torch_private.py fails when one of them is gone.
+tests/kernels/test_torch_private.py fails when one of them is missing.
 
 They read quantised or packed weights, for which torch has no public operation.
 """

@@ -92,7 +92,7 @@ __all__ = [
 # Several times what any model has: a config with larger counts is damaged.
 MAX_LAYERS = 4096
 _FP8_SENSITIVE_BELOW = 2048  # hidden size
-# A rank's part of a large vocabulary is a multiple of this, as the kernels of a GPU want it.
+# A rank's part of a large vocabulary is a multiple of this, as a GPU's kernels require.
 _VOCABULARY_MULTIPLE = 64
 _ALIGNED_VOCABULARY_FROM = 1024  # tokens of a part; smaller parts are not rounded
 

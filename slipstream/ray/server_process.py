@@ -70,7 +70,7 @@ class ServerProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=_environment() | (variables or launch_variables(0, 1)),
+            env={**_environment(), **(variables or launch_variables(0, 1))},
             start_new_session=True,
         )
         threading.Thread(target=self._pass_on_log, daemon=True).start()

@@ -295,7 +295,7 @@ class LoadedModels:
         return None if loaded is None else loaded.engine
 
     def _fail(self, model: RepositoryModel, reason: str) -> LoadFailed:
-        """Note why a model cannot be loaded. The one that served before goes on serving."""
+        """Note why a model cannot be loaded. The one that served before continues serving."""
         if model.name not in self._models:
             self._set_status(model, Status(UNAVAILABLE, reason))
             self._registry.retire(model.name)

@@ -65,10 +65,8 @@ def build_both(place, name, tied):
 
 def build_experts(place, name, family):
     """Return the folder of an engine of a mixture of experts that keeps random blocks."""
-    sizes = {**SIZES, "hidden_size": 256, "moe_intermediate_size": 256}
-    if family == "mixtral":
-        del sizes["moe_intermediate_size"]
-    model = random_model(config_of(family, **sizes))
+    own = {"moe_intermediate_size": 256, "head_dim": 64} if family == "qwen3_moe" else {}
+    model = random_model(config_of(family, **SIZES, **own))
     chance = np.random.default_rng(0)
     packed = {}
     for tensor, array in gguf_tensors(model).items():

@@ -1,7 +1,7 @@
 """Adapters on a GPU: mixed batches equal merged weights, with and without graphs, and every page
 is released.
 
-    pytest -m gpu tests/engine/test_gpu_adapters.py tests/kernels/test_adapter_twins.py
+    pytest -m gpu tests/engine/test_gpu_adapters.py tests/kernels/test_adapter_references.py
 """
 
 import random

@@ -22,7 +22,7 @@ from gates.traffic import Outcome, new_client, status, stream, until, until_stat
 from slipstream.repository.templates import write_repository
 
 _STREAMS = 16
-_TOLD_SECONDS = 2.0
+_MOST_SECONDS = 2.0
 _READY = "/v2/health/ready"
 
 
@@ -58,7 +58,7 @@ async def _stop_and_continue(folder: Path) -> Row:
     whole = sum(len(outcome.text.split()) == 100 for outcome in outcomes)
     text = f"not ready in {unready:.2f} s, ready {again:.2f} s after SIGCONT, "
     text += f"{whole} of {_STREAMS} streams whole"
-    holds = unready < _TOLD_SECONDS and whole == _STREAMS
+    holds = unready < _MOST_SECONDS and whole == _STREAMS
     return Row("engine SIGSTOP and SIGCONT, default watchdog", text, holds)
 
 
@@ -103,7 +103,7 @@ async def _no_memory(folder: Path) -> Row:
             await until(lambda: all(outcome.events for outcome in outcomes))
             await stream(client, server, scripted_engine.ALLOCATE, 3, 0)
             await running
-            told = sum(bool(outcome.error) for outcome in outcomes)
+            received = sum(bool(outcome.error) for outcome in outcomes)
             whole = sum(len(outcome.text.split()) == 3000 for outcome in outcomes)
             await until_status(client, server, _READY, 200)
             after = await stream(client, server, 5, 3, 0)
@@ -111,10 +111,10 @@ async def _no_memory(folder: Path) -> Row:
         server.close()
     reasons = {outcome.error for outcome in outcomes if outcome.error}
     named = any("MemoryError" in reason for reason in reasons)
-    text = f"{whole} of {_STREAMS} streams whole, {told} received the error, ready afterwards"
+    text = f"{whole} of {_STREAMS} streams whole, {received} received the error, ready afterwards"
     if not named:
         text += f"; reasons: {reasons}"
-    holds = whole + told == _STREAMS and told > 0 and named and after.text == "6 7 8"
+    holds = whole + received == _STREAMS and received > 0 and named and after.text == "6 7 8"
     return Row("engine without further memory (RLIMIT_AS)", text, holds)
 
 

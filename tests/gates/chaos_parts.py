@@ -58,9 +58,11 @@ async def _replica(folder: Path) -> Row:
             after = await stream(client, server, 5, 3, 0)
     finally:
         server.close()
-    whole, told, cut = found
-    text = f"{whole} of {_STREAMS} streams whole, {told} told the reason, {cut} cut, replaced"
-    holds = whole + told == _STREAMS and whole > 0 and told > 0 and after.text == "6 7 8"
+    whole, received, cut = found
+    text = (
+        f"{whole} of {_STREAMS} streams whole, {received} received the error, {cut} cut, replaced"
+    )
+    holds = whole + received == _STREAMS and whole > 0 and received > 0 and after.text == "6 7 8"
     return Row("one of 2 replicas SIGKILL", text, holds)
 
 
@@ -71,21 +73,21 @@ async def _front_end(folder: Path) -> Row:
         await asyncio.to_thread(server.wait_started)
         (second,) = secondaries(server.process.pid)
         async with new_client() as client:
-            whole, told, cut = await _streams_beside(client, server, lambda: second)
+            whole, received, cut = await _streams_beside(client, server, lambda: second)
             await until(lambda: secondaries(server.process.pid) not in ([], [second]))
             await until_status(client, server, _READY, 200)
             after = await stream(client, server, 5, 3, 0)
     finally:
         server.close()
     text = f"{whole} of {_STREAMS} streams whole, {cut} of the killed one cut, replaced"
-    holds = whole + cut == _STREAMS and not told and whole > 0 and after.text == "6 7 8"
+    holds = whole + cut == _STREAMS and not received and whole > 0 and after.text == "6 7 8"
     return Row("one of 2 front ends SIGKILL", text, holds)
 
 
 async def _streams_beside(
     client: httpx.AsyncClient, server: TinyServer, victim: Callable[[], int]
 ) -> tuple[int, int, int]:
-    """Kill a process while streams run. Return how many are whole, told the reason, and cut."""
+    """Kill a process while streams run. Return how many are whole, received the error, and cut."""
     tokens = 60
     outcomes = [Outcome() for _ in range(_STREAMS)]
     running = asyncio.gather(
@@ -94,10 +96,10 @@ async def _streams_beside(
     await until(lambda: all(outcome.events for outcome in outcomes))
     os.kill(victim(), signal.SIGKILL)
     await running
-    told = sum("SIGKILL" in outcome.error for outcome in outcomes)
+    received = sum("SIGKILL" in outcome.error for outcome in outcomes)
     cut = sum(outcome.cut for outcome in outcomes)
     whole = sum(len(outcome.text.split()) == tokens and not outcome.cut for outcome in outcomes)
-    return whole, told, cut
+    return whole, received, cut
 
 
 def _python_model(folder: Path, number: signal.Signals) -> Row:

@@ -20,7 +20,7 @@ from gates.traffic import new_client
 _CLIENTS = 16
 _ENGINE = "tensorrt_llm"
 _TRACE = ("--trace-config", "level=TIMESTAMPS", "--trace-config", "rate=1")
-_LEAVERS = {"whole": 1, "streamed": 1, "left": 2}
+_DISCONNECTING = {"whole": 1, "streamed": 1, "left": 2}
 _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
@@ -29,8 +29,8 @@ async def run(folder: Path, long: bool, rows: list[Row]) -> None:
     count = 10_000 if long else 400
     counted, found = await _measure(folder / "stay", dict.fromkeys(KINDS, 1), count)
     rows += _compare(counted, found)
-    counted, found = await _measure(folder / "leave", _LEAVERS, count // 4)
-    rows += _compare_leavers(counted, found)
+    counted, found = await _measure(folder / "leave", _DISCONNECTING, count // 4)
+    rows += _compare_disconnecting(counted, found)
 
 
 class _Found:
@@ -151,21 +151,29 @@ def _compare(counted: Counter[str], found: _Found) -> list[Row]:
     ]
 
 
-def _compare_leavers(counted: Counter[str], found: _Found) -> list[Row]:
+def _compare_disconnecting(counted: Counter[str], found: _Found) -> list[Row]:
     tokens = found.metric("slipstream_output_tokens_total", _ENGINE)
     least = counted["tokens"] + counted["left"]
     canceled = found.metric("nv_inference_request_failure", MODEL, reason="CANCELED")
     finished = found.metric("slipstream_requests_finished_total", _ENGINE)
     cancelled = found.metric("slipstream_requests_cancelled_total", _ENGINE)
     return [
-        _row("with leavers: answered", counted["answered"], found.statistics[MODEL]["success"]),
-        _row("with leavers: left, by metrics", counted["left"], canceled),
-        _row("with leavers: left, by statistics", counted["left"], found.statistics[MODEL]["fail"]),
-        _row("with leavers: cancelled in the engine", counted["left"], cancelled),
-        _row("with leavers: finished in the engine", counted["answered"], finished),
-        _row("with leavers: calls, by traces", counted["calls"], found.traces),
+        _row(
+            "with disconnecting clients: answered",
+            counted["answered"],
+            found.statistics[MODEL]["success"],
+        ),
+        _row("with disconnecting clients: left, by metrics", counted["left"], canceled),
+        _row(
+            "with disconnecting clients: left, by statistics",
+            counted["left"],
+            found.statistics[MODEL]["fail"],
+        ),
+        _row("with disconnecting clients: cancelled in the engine", counted["left"], cancelled),
+        _row("with disconnecting clients: finished in the engine", counted["answered"], finished),
+        _row("with disconnecting clients: calls, by traces", counted["calls"], found.traces),
         Row(
-            "with leavers: tokens",
+            "with disconnecting clients: tokens",
             f"clients read {counted['tokens']}, the server counts {tokens:.0f}",
             tokens >= least,
         ),

@@ -25,11 +25,11 @@ _UNREACHABLE = ("ConnectionError", "Max retries", "Temporary failure", "ServiceE
 
 
 async def run(folder: Path, long: bool, rows: list[Row]) -> None:
-    """`long`: also asks a database for known vulnerabilities."""
+    """`long`: also builds wheels, and asks a database for known vulnerabilities."""
     rows.append(_pinned())
     rows.append(await asyncio.to_thread(_bill, folder))
-    rows.append(await asyncio.to_thread(_same_wheel, folder))
     if long:
+        rows.append(await asyncio.to_thread(_same_wheel, folder))
         rows.append(await asyncio.to_thread(_audit))
 
 

@@ -73,7 +73,7 @@ def quantised_close(got: Quantised, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("size", [64, 1500])
-def test_fp8_activations_match_their_twins(size):
+def test_fp8_activations_match_their_reference(size):
     """From the norm, from the gate, and alone: each equals its torch reference rounded to e4m3."""
     torch.manual_seed(0)
     dtype = DTYPES[-1]
@@ -122,11 +122,11 @@ def test_rotate_write(dtype, q_heads, kv_heads, size, rotary_size, norm):
     q_norm, k_norm = (
         (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if norm else (None, None)
     )
-    twin_cache = torch.zeros(2, kv_heads, slots_total, size, dtype=dtype)
-    cache = twin_cache.clone().to(DEVICE)
-    twin_rope = None if rope is None else rotary.rope_at(*rope, positions, dtype)
+    expected_cache = torch.zeros(2, kv_heads, slots_total, size, dtype=dtype)
+    cache = expected_cache.clone().to(DEVICE)
+    expected_rope = None if rope is None else rotary.rope_at(*rope, positions, dtype)
     expected = rotary.rotate_write(
-        heads.clone(), positions, slots, twin_rope, q_norm, k_norm, 1e-6, *twin_cache
+        heads.clone(), positions, slots, expected_rope, q_norm, k_norm, 1e-6, *expected_cache
     )
 
     def move(tensor):
@@ -144,9 +144,10 @@ def test_rotate_write(dtype, q_heads, kv_heads, size, rotary_size, norm):
     )
     assert close(got[:, :q_heads], expected)
     assert close(
-        got[:, q_heads:].transpose(0, 1).reshape(2, kv_heads, tokens, size), twin_cache[:, :, slots]
+        got[:, q_heads:].transpose(0, 1).reshape(2, kv_heads, tokens, size),
+        expected_cache[:, :, slots],
     )
-    assert close(cache, twin_cache)
+    assert close(cache, expected_cache)
     untouched = [s for s in range(slots_total) if s not in slots.tolist()]
     assert not cache[:, :, untouched].any(), "nothing is written beside the slots"
 

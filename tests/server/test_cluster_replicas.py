@@ -40,6 +40,7 @@ def test_each_machine_has_a_replica(cluster):
     assert is_running(cluster.rank_of(cluster.host))
     line = "the replicas of tensorrt_llm are started by the processes 0, 1 of 2 from mpirun"
     assert line in cluster.leader.log()
+    assert "was started for" not in cluster.leader.log()
     assert metric(cluster, READY) == [1, 1]
     assert KEY not in command_of(cluster.rank_of(cluster.host))
 

@@ -64,7 +64,9 @@ def test_names_of_this_machine_and_allowed_ones_are_answered(port: int, host: st
     ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example"],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_a_foreign_name_is_refused_on_a_loopback_address(port: int, host: str, method: str) -> None:
+def test_the_name_of_another_site_is_refused_on_a_loopback_address(
+    port: int, host: str, method: str
+) -> None:
     answer = ask(port, method, host=host, Origin=f"http://{host}", Sec_Fetch_Site="same-origin")
     assert answer.status == 403
     assert (
@@ -215,7 +217,9 @@ def test_a_page_of_another_origin_cannot_make_the_engines_work_with_a_get(
     ("host", "status"), [("localhost", 200), ("127.0.0.1:8002", 200), ("evil.example", 403)]
 )
 @pytest.mark.parametrize("path", ["/metrics", "/v2/health/ready", "/"])
-def test_a_foreign_name_is_refused_on_the_metrics_port(host: str, status: int, path: str) -> None:
+def test_the_name_of_another_site_is_refused_on_the_metrics_port(
+    host: str, status: int, path: str
+) -> None:
     options = ServerOptions((), http=Port(8000, address="0.0.0.0"), metrics=Port(8002))
     app = serve_metrics(ServerMetrics(), ServerState([]), options.metrics_origin_policy)
     with RunningServer(app) as server:

@@ -28,7 +28,7 @@ import sys, time
 sys.path.insert(0, {str(HERE)!r})
 import tiny_server
 from slipstream.server.text import guides
-guides.MOST_COMPILE_SECONDS = 0.1
+guides.MAX_COMPILE_SECONDS = 0.1
 guides.check_guide = lambda guide: time.sleep(3600)
 tiny_server.main()
 """

@@ -217,8 +217,14 @@ def test_all_ranks_of_a_replica_are_started_and_ended_on_a_host(hosts, start_hos
 
 
 def order_of(process: int) -> dict:
-    """Return the argument of the process of a rank."""
-    return json.loads(Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[-2])
+    """Return the argument of the process of a rank, once it runs that program."""
+
+    def last_word() -> bytes:
+        return Path(f"/proc/{process}/cmdline").read_bytes().rstrip(b"\0").rpartition(b"\0")[2]
+
+    wait_for(lambda: last_word().startswith(b"{"))
+    found: dict = json.loads(last_word())
+    return found
 
 
 def test_the_files_of_a_replica_are_removed_with_its_last_rank(hosts, start_host, start):

@@ -65,7 +65,9 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="Write the table to docs/reference/parity.md.")
+    parser.add_argument(
+        "--write", action="store_true", help="Write the table to docs/reference/parity.md."
+    )
     made = table()
     if not parser.parse_args().write:
         print(made)

@@ -125,7 +125,7 @@ def test_missing_and_extra_tensors_of_a_checkpoint_are_reported(
         (lambda config: config.pop("generation"), "damaged: 'generation'"),
     ],
 )
-def test_a_foreign_or_damaged_checkpoint_is_refused(
+def test_a_damaged_checkpoint_or_one_of_another_format_is_refused(
     save_model: SaveModel, tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     folder, _ = save_model("llama")

@@ -1,4 +1,4 @@
-"""Beam search on plain numbers: which continuations go on, and which have ended. No torch here."""
+"""Beam search on plain numbers: the beams that continue, and the ended ones. No torch here."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class BeamSearch:
         self.finished = False
 
     def advance(self, candidates: list[Candidates], logits: Sequence[bytes] = ()) -> list[Survivor]:
-        """Extend the beams by one token; return the beams that go on, best first.
+        """Extend the beams by one token; return the beams that continue, best first.
 
         `candidates`: the likeliest next tokens of each beam. `logits`: the logits that they come
         from, if the request asks for them.
@@ -80,7 +80,7 @@ class BeamSearch:
                 token, continuation.log_prob, logits[parent] if logits else b""
             )
             if length == self.sampling.max_tokens or self._stops(path):
-                if rank < width:  # lower ranks only make sure that enough beams go on
+                if rank < width:  # lower ranks only make sure that enough beams continue
                     self._end(path)
             elif len(survivors) < width:
                 survivors.append(Survivor(parent, token))

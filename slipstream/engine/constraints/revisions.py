@@ -65,9 +65,9 @@ class Revisions:
         self._jobs[request_id] = _Job(request, request.epoch, token, self._batch, future)
 
     def take_ready(self) -> Iterator[tuple[Request, int, Revised]]:
-        """Remove and yield what is done: the request, its token and its revised output.
+        """Remove and yield the completed revisions: the request, its token and its revised output.
 
-        Requests whose tokens arrived together go on together, because a step with masks costs more
+        Requests whose tokens arrived together continue together: a step with masks costs more
         than one without.
         """
         self._batch += 1

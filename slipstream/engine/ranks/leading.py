@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RankFailed(RuntimeError):
-    """The ranks of an engine cannot go on together. The text says why."""
+    """The ranks of an engine cannot continue together. The text says why."""
 
 
 class LeadingRunner:

@@ -165,7 +165,7 @@ def _kind(argument: Any) -> Any:
 
 @triton.jit
 def wait_and_trigger(OVERLAP: tl.constexpr):
-    """Wait for the previous kernel, and let the next one start: for short kernels."""
+    """Wait for the previous kernel, and start the next one: for short kernels."""
     wait(OVERLAP)
     trigger_next(OVERLAP)
 

@@ -3,7 +3,7 @@ dies and restarts it.
 
     engine = EngineClient(folder, settings)
     engine.spawn()                 # the process begins to load; no event loop is needed yet
-    await engine.start()           # returns when it serves; EngineStartFailed says why it does not
+    await engine.start()           # returns when it serves; else EngineStartFailed has the reason
     async for output in engine.submit(GenerateRequest(UNASSIGNED, prompt, sampling)): ...
 
 When the process dies, its requests fail at once with the reason, and it is restarted a limited
@@ -106,10 +106,10 @@ class EngineClient:
         self._start_child = partial(
             EngineChild, command, str(engine_folder), settings, name, frontends, hosts, process
         )
+        self._one_process = frontends == 1  # all requests of the engine are this process's
         self._supervision = supervision
         self._name = name
-        # what the log calls it
-        self._title = "the engine" if replica is None else f"replica {replica}"
+        self._title = "the engine" if replica is None else f"replica {replica}"  # in the log
         self._requests = LinkedRequests(ids or request_ids())
         self._child: EngineChild | None = None
         self._lost = False  # the process has failed, but may not have ended yet
@@ -221,7 +221,7 @@ class EngineClient:
         self._verbose = False
 
     async def start(self) -> None:
-        """Return when the engine serves. EngineStartFailed says why it does not."""
+        """Return when the engine serves. EngineStartFailed has the reason if it does not."""
         if self._child is None:
             self.spawn()
         event_loop = asyncio.get_running_loop()
@@ -237,7 +237,7 @@ class EngineClient:
         return await asyncio.shield(self._failed)
 
     def begin_drain(self) -> None:
-        """Refuse new requests and go on with those in flight."""
+        """Refuse new requests and continue with those in flight."""
         self._requests.draining = True
 
     async def wait_drained(self) -> None:
@@ -261,7 +261,7 @@ class EngineClient:
         self._child = None
 
     def mark_ended(self) -> None:
-        """Note that the process is gone, so that the statistics are final."""
+        """Note that the process has ended, so that the statistics are final."""
         self.info = None
 
     def kill(self) -> None:
@@ -401,7 +401,7 @@ class EngineClient:
             if self._requests.serving:
                 on_cpu = self.info is not None and self.info.device == "cpu"
                 self._responsiveness.count_silence(
-                    tick, self._has_requests, on_cpu, all_known=self._frontends == 1
+                    tick, self._has_requests, on_cpu, all_known=self._one_process
                 )
             if reason := self._responsiveness.find_hang():
                 await self._kill_hung(reason)

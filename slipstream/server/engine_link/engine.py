@@ -68,7 +68,7 @@ class TextRequest:
     skip_special_tokens: bool = True
     # special tokens that the text shows although `skip_special_tokens` is set
     shown_special_ids: frozenset[int] = frozenset()
-    ignore_end: bool = False  # go on past the model's end-of-text token
+    ignore_end: bool = False  # continue past the model's end-of-text token
     priority: int = 0  # the engine runs higher ones first
     deadline: float | None = None
     cache_salt: str = ""

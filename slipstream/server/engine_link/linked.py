@@ -90,7 +90,7 @@ class LinkedEngine:
         return self._requests.submit(request)
 
     def begin_drain(self) -> None:
-        """Refuse new requests and go on with those in flight."""
+        """Refuse new requests and continue with those in flight."""
         self._requests.draining = True
 
     async def wait_drained(self) -> None:

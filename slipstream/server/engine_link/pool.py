@@ -83,7 +83,9 @@ class EnginePool:
     def create(self, model: EngineModel) -> PooledEngine:
         settings = replace(model.settings, **self._settings)
         chosen = self._choose(settings, model)
-        if settings.ranks is None:
+        # replicas on several machines have as many ranks as fit, whatever the processes there
+        spread = settings.replicas > 1 and self._launched.elsewhere > 0
+        if settings.ranks is None and not spread:
             explain_ranks(model.name, chosen, model.engine_config)
         client = self._create(model, self._with_share(model, chosen))
         self.on_create(client)

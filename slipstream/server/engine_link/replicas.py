@@ -321,7 +321,7 @@ class Replicas:
         await asyncio.gather(*self._starting, return_exceptions=True)
 
     def mark_ended(self) -> None:
-        """Note that the processes are gone, so that the statistics are final."""
+        """Note that the processes have ended, so that the statistics are final."""
         self._serves = False
 
     def kill(self) -> None:

@@ -35,7 +35,7 @@ class FrameStream:
             self._writer.write(pack_frame(kind, content))
 
     async def drain(self) -> None:
-        """Wait until the other end has read enough. Raises OSError where it is gone."""
+        """Wait until the other end has read enough. Raises OSError if it has disconnected."""
         await self._writer.drain()
 
     async def read_to_end(self, seconds: float) -> None:

@@ -144,7 +144,7 @@ class LocalModels:
     async def follow(
         self, engines: list[LinkedEngineState], models: list[ModelState], shuts_down: bool
     ) -> None:
-        """Serve these models with these engines. Requests in flight go on."""
+        """Serve these models with these engines. Requests in flight continue."""
         self._replicas = {}
         for state in engines:
             self._replicas.setdefault(state.engine, []).append(state)
@@ -189,7 +189,7 @@ class LocalModels:
                 logger.warning("an engine did not connect to front end %d", self._index)
 
     def begin_drain(self) -> None:
-        """Refuse new requests and go on with those in flight."""
+        """Refuse new requests and continue with those in flight."""
         for engine in self._engines.values():
             engine.begin_drain()
 

@@ -72,7 +72,7 @@ class Member:
         self._collected = 0
         self._waiting: set[asyncio.Future[None]] = set()
         self._silent_seconds: float | None = None  # None: it has sent no message yet
-        self.reason = ""  # why it leaves, if it has said so
+        self.reason = ""  # the reason that it sent before its end, if it sent one
         self.leaving = False  # it is about to exit
 
     # -- the process

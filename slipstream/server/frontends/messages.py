@@ -154,7 +154,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class Failed:
-    """The last message: why the front end cannot go on."""
+    """The last message: why the front end cannot continue."""
 
     reason: str
 

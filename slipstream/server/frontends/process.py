@@ -149,7 +149,7 @@ class SecondaryFrontend:
                 silent_seconds = 0.0
 
     def _send_counts(self) -> bool:
-        """Send what was counted since the last time; return whether there was something."""
+        """Send the counts since the last time; return whether there were any."""
         increments = self.metrics.take_increments()
         if increments:
             self._send(messages.Counted(increments))

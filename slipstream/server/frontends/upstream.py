@@ -29,7 +29,7 @@ class Upstream:
         self._carrier = carrier
 
     async def connect(self, kind: bytes) -> Streams:
-        """Return a new connection to the primary front end. Raises OSError where it is gone."""
+        """Return a new connection to the primary front end. Raises OSError if that has ended."""
         own, other = socket.socketpair()
         try:
             await self._send(kind, other)

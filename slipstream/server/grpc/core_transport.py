@@ -6,7 +6,7 @@ nearly all of it on the futures and callbacks around every operation. Here an op
 with the function that takes its result.
 
 This is the only module that uses private names of grpcio. `transport.TESTED_VERSIONS` bounds its
-versions, and importing the module fails where one of the names is gone.
+versions, and importing the module fails if one of the names is missing.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Inference:
     async def model_stream_infer(
         self, call: StreamCall, on_ordered: Callable[[asyncio.Task[None]], None] | None = None
     ) -> None:
-        """Answer the requests of a stream concurrently. After an error the stream goes on.
+        """Answer the requests of a stream concurrently. After an error the stream continues.
 
         on_ordered: gets the task of each request whose response later responses must follow
         """

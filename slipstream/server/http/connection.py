@@ -340,7 +340,7 @@ class HttpConnection(asyncio.Protocol):
                 await exchange.respond(500, b"Internal Server Error", TEXT)
 
     def response_sent(self, keep_alive: bool) -> None:
-        """Go on with the next request, or close. Called by the exchange."""
+        """Continue with the next request, or close. Called by the exchange."""
         self._current = None
         if not keep_alive:
             self.close()

@@ -34,7 +34,7 @@ class InferCall:
     binary_output: bool = False  # form of the outputs where `outputs` is empty
 
     def wanted(self, name: str) -> WantedOutput | None:
-        """Return how to write this output; None if the client does not want it."""
+        """Return how to write this output; None if the client did not request it."""
         if not self.outputs:
             return _unnamed_output(name, self.binary_output)
         return next((output for output in self.outputs if output.name == name), None)

@@ -110,7 +110,7 @@ class _Run(NamedTuple):
 
     values: list[Any]
     nested: int  # how deep they are arrays
-    more: bool  # whether the array goes on
+    more: bool  # whether the array continues
     position: int  # of what comes next
 
 

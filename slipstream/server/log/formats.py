@@ -87,7 +87,7 @@ def set_error_context(error: BaseException, model: str, request_id: str) -> None
 def add_error_context(record: logging.LogRecord) -> bool:
     """Copy the request of the exception being handled into a record that names no model.
 
-    This is a filter for a handler. It lets every record pass.
+    This is a filter for a handler. It drops no record.
     """
     if not getattr(record, "model", ""):
         error = record.exc_info[1] if record.exc_info else sys.exception()

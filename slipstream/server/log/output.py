@@ -94,7 +94,7 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)
-        except Exception:  # the arguments do not fit the message: the caller must go on
+        except Exception:  # the arguments do not fit the message: the caller must continue
             self.handleError(record)
             return
         self.write_line(text)

@@ -41,7 +41,7 @@ class Increments:
 
 
 def take_increments(counters: ModelCounters, name: str, version: str) -> Increments:
-    """Return what was counted since the last call, and set the counters to zero."""
+    """Return the counts since the last call, and set the counters to zero."""
     taken = Increments(
         name,
         version,

@@ -52,7 +52,7 @@ class Summary:
         return [float(values[max(0, ceil(quantile * len(values)) - 1)]) for quantile in wanted]
 
     def take(self) -> SummaryIncrement:
-        """Return what was observed since the last call, and forget it."""
+        """Return the observations since the last call, and clear them."""
         taken = SummaryIncrement(self.count, self.sum, [value for _, value in self._recent])
         self.count = 0
         self.sum = 0

@@ -183,7 +183,7 @@ def check_output_layer(engine: ServedEngine, request: TextRequest) -> None:
 
 
 async def with_embeddings(engine: ServedEngine, call: GenerateCall) -> GenerateCall:
-    """Return a call for the embedding of the prompt, where the request wants one or the model
+    """Return a call for the embedding of the prompt, if the request asks for one or the model
     computes nothing else.
     """
     wanted = call.outputs
@@ -251,7 +251,7 @@ class Writer(Protocol):
         ...
 
     def write_new(self, completion: Completion, output: TextOutput) -> list[Tensor]:
-        """Return what is new, for a response of a stream."""
+        """Return the new output, for a response of a stream."""
         ...
 
     def write_whole(self, completion: Completion) -> list[Tensor]:
@@ -305,7 +305,7 @@ class GeneratingModel(EngineBackedModel):
         super().__init__(config, engine)
         self.output_names = output_names
         self._16_bit_outputs = declared_16_bit_outputs(config)
-        # the outputs of a response beside its text or ids, where the request wants no values there
+        # the outputs of a response beside its text or ids, if the request asks for no values there
         self._constant_outputs: list[Tensor] | None = None
 
     @property
@@ -405,7 +405,7 @@ class GeneratingModel(EngineBackedModel):
     def _write_plain(
         self, call: GenerateCall, wanted: OutputRequest, output: TextOutput
     ) -> list[Tensor]:
-        """Return a new output of a request that wants text or ids only: most of all tokens."""
+        """Return a new output of a request for text or ids only: most of all tokens."""
         completion = call.completions[0]
         tensors = rename_and_filter(call.writer.write_new(completion, output), self.output_names)
         if self._constant_outputs is None:

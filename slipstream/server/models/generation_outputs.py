@@ -67,7 +67,7 @@ _ROWS = {
 
 @dataclass(frozen=True)
 class OutputRequest:
-    """The outputs that a request wants besides its text or ids."""
+    """The outputs that a request asks for besides its text or ids."""
 
     sampling: SamplingParams
     optional: frozenset[str]  # outputs of FLAGS

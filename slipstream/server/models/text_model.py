@@ -162,7 +162,7 @@ class TextModel(GeneratingModel):
         ]
 
     def _choose_generator(self, fields: RequestFields) -> Generates:
-        """Return the generator of a request: with a draft model where the request wants one."""
+        """Return the generator of a request: with a draft model if the request asks for one."""
         count = int(fields.value("num_draft_tokens") or 0)
         generator = self.engine.generator
         if not count:

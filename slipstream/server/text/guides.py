@@ -35,7 +35,7 @@ async def run_with_bound(characters: int, function: Callable[..., None], *args: 
 class _Checks:
     """Runs a few checks at a time. Each has a bound on its time, from when its thread begins.
 
-    A thread cannot be stopped. It goes on after the bound, and another one takes its place.
+    A thread cannot be stopped. It continues after the bound, and another one takes its place.
     """
 
     def __init__(self, threads: int) -> None:

@@ -77,7 +77,7 @@ class SamplingTable(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory for what the kernels of a step hand to each other."""
+    """Memory for the values that the kernels of a step pass to each other."""
 
     parts: Tensor  # float32 [samples, PART_FIELDS, PARTS]
     groups: Tensor  # float32 [samples, groups]: the largest logit of each group

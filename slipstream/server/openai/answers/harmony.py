@@ -105,7 +105,7 @@ class HarmonyReader(StreamReader):
             yield from self._read_body(str if is_text else Reasoning)
 
     def _starts_with_header(self) -> Steps[bool]:
-        """Return whether the answer starts with a message, or goes on with one of the prompt's."""
+        """Return whether the answer starts with a message, or continues one of the prompt."""
         while True:
             start = self._held.lstrip()
             if any(start.startswith(mark) for mark in _HEADER_STARTS):

@@ -152,7 +152,7 @@ class ResponseService:
         answers: CallAnswers,
         exchange: Exchange,
     ) -> None:
-        # A trace ends with its exchange, so a request that goes on has none.
+        # A trace ends with its exchange, so a request that continues has none.
         requests = [infer_request(call.model, text, call.id) for text in call.texts]
         queued = self._background.start(replace(answers, requests=requests), writer, save)
         await exchange.respond(200, msgspec.json.encode(queued), JSON, ignored_header(call.ignored))
