@@ -249,7 +249,8 @@ def _prompt_name(
     name = _first_of(_PROMPT_NAMES, texts)
     if prompt is None:
         if name is not None:
-            raise CommandError(f"model '{model}' takes a text in '{name}'; give it with --prompt")
+            how = "with --prompt" if program() == "triton" else "as an argument, in quotes"
+            raise CommandError(f"model '{model}' takes a text in '{name}'; give it {how}")
         return None
     required = [text for text in texts if not declared[text].optional]
     if name is None and len(required) != 1:

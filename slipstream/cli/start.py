@@ -40,6 +40,7 @@ from slipstream.cli.keys import (
 )
 from slipstream.cli.log import log
 from slipstream.cli.models.repository_option import REPOSITORY_OPTIONS, repository_folder
+from slipstream.cli.processes.free_ports import check_free
 from slipstream.repository.used_repositories import DEFAULT_REPOSITORY, remember_repository
 from slipstream.server.engine_link.child import ENGINE_COMMAND, child_environment
 from slipstream.server.engine_link.cluster.started import Started, find_start
@@ -283,6 +284,10 @@ def _server_options(given: Namespace) -> ServerOptions:
     overrides = engine_overrides(given)
     if explanation := explain_stages(given):
         log("INFO", explanation)
+    for name in _PORTS:  # before a model is fetched
+        port = _port(given, name)
+        if port.open and port.number:
+            check_free(port.address, port.number, f"--{name}-port")
     began = time.monotonic()
     repository = _repository(given.model, given.repo, given.weight_only)
     return ServerOptions(

@@ -38,7 +38,7 @@ from slipstream.weights.parameters import (
 )
 from slipstream.weights.sources.open_source import open_source
 from slipstream.weights.sources.source import Source
-from slipstream.weights.stored_rows import stored_pieces
+from slipstream.weights.stored_rows import fp8_pieces, has_fp8, keeps_fp8, stored_pieces
 from slipstream.weights.stream import (
     ByteMeter,
     Progress,
@@ -211,6 +211,10 @@ def _engine_pieces(source: Source, plan: EnginePlan) -> Iterator[tuple[str, memo
             for name, stored in stored_pieces(source, parameter, parts):
                 yield name, memoryview(np.ascontiguousarray(stored).data)
             continue
+        if parameter.bits and plan.quantisation.algorithm == "FP8" and has_fp8(source, parameter):
+            for name, kept in fp8_pieces(source, parameter):
+                yield name, memoryview(np.ascontiguousarray(kept).data)
+            continue
         rows = parameter_rows(source, parameter.parts)
         if parameter.bits:
             yield from _quantised_pieces(parameter, rows, plan.quantisation)
@@ -222,7 +226,7 @@ def _engine_pieces(source: Source, plan: EnginePlan) -> Iterator[tuple[str, memo
 
 def _phase(source: Source, plan: EnginePlan) -> str:
     """Return what a build says that it writes."""
-    if plan.quantisation.stored or not source.expanded:
+    if plan.quantisation.stored or not source.expanded or keeps_fp8(source, plan.quantisation):
         return "weights"
     return f"weights, expanded from {source.expanded}"
 

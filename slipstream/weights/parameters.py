@@ -33,6 +33,9 @@ ITEM_BYTES = {
 DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 PLAIN_FORMS = frozenset(DTYPE_CODES.values())  # forms of stored rows that are no blocks
+# Rows of e4m3 numbers, each followed by its float32 scale: a source has them in this form, an
+# engine as two tensors.
+E4M3_FORM = "F8_E4M3"
 _LINEARS = (
     ".attention.qkv.weight",
     ".attention.dense.weight",

@@ -211,7 +211,7 @@ NUMBERS = {"name": "INPUT0", "data_type": "TYPE_FP32", "dims": ["-1", "4"]}
 
 
 def test_the_prompt_is_required_only_for_text_models():
-    with pytest.raises(CommandError, match="takes a text in 'text_input'; give it with --prompt"):
+    with pytest.raises(CommandError, match="takes a text in 'text_input'; give it as an argument"):
         choose_inputs("m", {"input": [TEXT]}, None, 5)
     with pytest.raises(CommandError, match="model 'm' has no input for a prompt"):
         choose_inputs("m", {"input": [NUMBERS]}, "hi", 5)

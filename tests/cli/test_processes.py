@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from command_line import run_cli
 from tiny_server import TinyServer, make_repository
 
 from slipstream.cli.arguments import CommandError
+from slipstream.cli.processes.free_ports import check_free
 from slipstream.cli.processes.other_ports import describe_others, kind_of
 from slipstream.cli.processes.ps import duration
 from slipstream.cli.processes.servers import RunningServer, find_servers, server_arguments
@@ -163,6 +165,33 @@ def test_errors_about_a_port_name_the_right_one(server: TinyServer) -> None:
 def test_an_address_of_another_machine_is_not_explained(server: TinyServer) -> None:
     assert describe_others("10.1.2.3:8000", "http") == ""
     assert str(server.ports["HTTPService"]) in describe_others("localhost:1", "http")
+
+
+def test_a_second_server_at_a_port_names_the_first(server: TinyServer, tmp_path: Path) -> None:
+    port = server.ports["HTTPService"]
+    with pytest.raises(CommandError) as refused:
+        check_free("127.0.0.1", port, "--http-port")
+    process = server.process.pid
+    assert str(refused.value) == (
+        f"cannot use 127.0.0.1:{port}: Address already in use; process {process} serves "
+        f"{tmp_path / 'repository'} there; slipstream stop {process} ends it, or choose another "
+        "port with --http-port"
+    )
+    home = {"SLIPSTREAM_HOME": str(tmp_path / "home"), "HOME": str(tmp_path)}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in home.items():
+            patched.setenv(name, value)
+        result = run_cli(["start", "--http-port", port, "--grpc-port", 0, "--metrics-port", 0])
+    assert result.exit_code == 1
+    assert not (tmp_path / "models").exists(), "no model is imported first"
+
+
+def test_a_free_port_and_one_of_another_program() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CommandError, match="; stop what uses it, or choose another port"):
+            check_free("127.0.0.1", port, "--grpc-port")
+    check_free("127.0.0.1", port, "--grpc-port")
 
 
 def test_helper_models_are_not_offered(server: TinyServer) -> None:

@@ -9,6 +9,7 @@ from tiny_adapters import save_adapter
 from tiny_models import VOCABULARY, config_of, positions_of, random_model
 
 from slipstream.engine.adapters.cache import AdapterSource
+from slipstream.engine.cpu.runner import CpuRunner
 from slipstream.engine.request import GenerateRequest
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.weights.build import build_engine
@@ -19,6 +20,8 @@ MODULES = {
     # families whose q and k rows the engine reorders
     "gptj": ["q_proj", "k_proj", "v_proj", "out_proj"],
     "opt": ["q_proj", "v_proj", "out_proj", "fc1", "fc2"],
+    "qwen3": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "olmo2": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
 }
 
@@ -44,8 +47,10 @@ def test_adapter_output_equals_merged_weights(tmp_path, family):
         torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in (3, 20, 45, 45)
     ]
     source = AdapterSource(folder=str(tmp_path / "adapter"))
+    loop = engine(folder)
+    assert isinstance(loop.runner, CpuRunner)
     answers = run_all(
-        engine(folder),
+        loop,
         [
             GenerateRequest(
                 number,

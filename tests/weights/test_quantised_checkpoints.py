@@ -261,6 +261,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Written]]] = {
     ),
     "fp8-channel": (config_groups(num_bits=8), lambda w: fp8(w, w.abs().amax(1, True) / 448)),
     "fp8-tensor": ({"quant_method": "modelopt", "quant_algo": "FP8"}, lambda w: fp8(w, w.max())),
+    "modelopt-small-letters": (
+        {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"},
+        lambda w: fp8(w, w.max()),  # one block, as the matrices are small
+    ),
     "fp8-block": (
         {"quant_method": "fp8", "weight_block_size": [16, 32]},
         lambda w: fp8(w, per_block(w), "weight_scale_inv"),

@@ -16,6 +16,7 @@ from slipstream.cli.models.repository_option import add_repository, repository_f
 from slipstream.progress import size_text
 from slipstream.repository.collection import UserModel, list_models, remove_model, users_of
 from slipstream.repository.config import CONFIG_NAME
+from slipstream.repository.templates import helpers_among
 from slipstream.repository.used_repositories import remember_repository, served_repositories
 from slipstream.weights.cache.engines import describe_engine, is_cached, remove_engine
 from slipstream.weights.cache.locks import locked
@@ -120,7 +121,10 @@ def _free_engine(engine: Path) -> int:
         return 0
     users = users_of(engine)
     if users:
-        log("INFO", f"Its engine stays: {users[0].parent} uses it, too")
+        folders = [user.parent for user in users]
+        helpers = helpers_among([folder.name for folder in folders])
+        named = next((folder for folder in folders if folder.name not in helpers), folders[0])
+        log("INFO", f"Its engine stays: {named} uses it, too")
         return 0
     if describe_engine(engine).in_use:
         log(

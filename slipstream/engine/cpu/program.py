@@ -126,7 +126,7 @@ class ProgramWriter:
         x = middle
         if middle_format is not kind:
             x = self.buffers.middle_x.view(kind)
-            self.copy(middle, x, kind, rows, alone=True)
+            self.copy(middle, x, kind, rows, alone=True, width=layer.down.inputs)
         own = x is not middle
         self._add_to(layer.down, x, hidden, layer.mlp_norm, rows, own, adapter)
 
@@ -249,7 +249,8 @@ class ProgramWriter:
         plain = self.buffers.plain[:, : self.spec.hidden_size]
         if self.adapted:  # adapters take numbers that torch has
             self.norm(norm, source, self.buffers.plain, Format.F32, rows, shared=True)
-            self.copy(self.buffers.plain, target.view(kind), kind, rows, alone=True)
+            width = self.model.width  # rows of `plain` may be longer than those of the target
+            self.copy(self.buffers.plain, target.view(kind), kind, rows, alone=True, width=width)
         else:
             self.norm(norm, source, target.view(kind), kind, rows)
         return plain

@@ -109,8 +109,7 @@ class EngineClient:
         self._one_process = frontends == 1  # all requests of the engine are this process's
         self._supervision = supervision
         self._name = name
-        # what the log calls it
-        self._title = "the engine" if replica is None else f"replica {replica}"
+        self._title = "the engine" if replica is None else f"replica {replica}"  # in the log
         self._requests = LinkedRequests(ids or request_ids())
         self._child: EngineChild | None = None
         self._lost = False  # the process has failed, but may not have ended yet

@@ -56,6 +56,8 @@ def open_source(text: str, progress: Progress = no_progress) -> Source:
         return open_known_model(text, progress)
     if _HUB_ID.fullmatch(text):
         return open_hub_model(text, f"hf:{text}", progress)
+    if text.startswith((".", "/", "~")) or text.endswith(".gguf"):
+        raise SourceError(f"{text}: no such folder or file")
     raise SourceError(
         f"{text}: no such folder or file, and not a known model; known: {', '.join(KNOWN_MODELS)}"
     )

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from slipstream.weights.parameters import Shape, TensorSlot
+from slipstream.weights.parameters import E4M3_FORM, Shape, TensorSlot
 from slipstream.weights.sources.mapped_tensors import MappedTensors
 from slipstream.weights.sources.quantised.bitsandbytes import read_table, table_shape
 from slipstream.weights.sources.quantised.integers import integer_layouts
 from slipstream.weights.sources.quantised.kept import (
+    e4m3_rows,
     integer_blocks,
     integer_form,
     scaled_blocks,
@@ -191,8 +192,7 @@ class QuantisedTensors:
 
 
 def _scaled_blocks(layer: QuantisedLayer, form: str) -> np.ndarray:
-    assert form == "Q8_0", "the only form of 8-bit numbers"
-    return scaled_blocks(layer)
+    return e4m3_rows(layer) if form == E4M3_FORM else scaled_blocks(layer)
 
 
 def _whole(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 
 GROUP = 32
 Weights = dict[str, torch.Tensor]
@@ -233,10 +234,92 @@ def write_autoawq(plain: Path, output: Path, name: str) -> None:
     write_packed(plain, output, settings, make)
 
 
+# --- ModelOpt
+
+# without scales of blocks: an export rounds queries, keys and values again, to scales they share
+MODELOPT = {
+    "modelopt-fp8": "FP8_DEFAULT_CFG",
+    "modelopt-fp8-channel": "FP8_PER_CHANNEL_PER_TOKEN_CFG",
+}
+
+
+def write_modelopt(plain: Path, output: Path, name: str) -> None:
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+
+    def run(model: Any) -> None:
+        model(torch.arange(3, 60)[None])
+
+    model = load(plain)
+    mtq.quantize(model, getattr(mtq, MODELOPT[name]), run)
+    meant: Weights = {}
+    for module_name, module in model.named_modules():
+        quantizer = getattr(module, "weight_quantizer", None)
+        if quantizer is not None and quantizer.is_enabled:
+            meant[module_name] = quantizer(module.weight.data)
+    save_meant(plain, output / "meant", meant)
+    with torch.inference_mode():
+        export_hf_checkpoint(model, export_dir=output / "quantised")
+
+
+# --- AutoRound, without its search: it packs to the layout of GPTQ
+
+AUTOROUND = {"autoround": True, "autoround-zeros": False}
+
+
+def write_autoround(plain: Path, output: Path, name: str) -> None:
+    from auto_round import AutoRound
+
+    options = {"bits": 4, "group_size": GROUP, "sym": AUTOROUND[name]}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))
+    )
+    rounding = AutoRound(
+        load(plain), tokenizer, iters=0, disable_opt_rtn=True, device_map="cpu", **options
+    )
+    model, _ = rounding.quantize()
+    meant = {
+        module_name: module.weight.data.clone()
+        for module_name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module_name != "lm_head"
+    }
+    save_meant(plain, output / "meant", meant)
+    rounding.save_quantized(output / "quantised", format="auto_round:auto_gptq")
+
+
+# --- transformers' fp8: it quantises whole models on a GPU only, single weights anywhere
+
+FINE_GRAINED = {"hf-fp8-block": (32, 64), "hf-fp8-tensor": None}
+
+
+def write_fine_grained(plain: Path, output: Path, name: str) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    config = transformers.FineGrainedFP8Config(weight_block_size=FINE_GRAINED[name])
+    holder = types.SimpleNamespace(quantization_config=config)
+
+    def make(linear: torch.nn.Linear) -> tuple[Weights, torch.Tensor]:
+        found = Fp8Quantize(holder).convert({"layer.weight": linear.weight.data})
+        given = {name: [tensor] for name, tensor in found.items()}
+        expanded = Fp8Dequantize(holder).convert(given, full_layer_name="layer.weight")
+        tensors = {name.removeprefix("layer."): tensor for name, tensor in found.items()}
+        return tensors, expanded["layer.weight"][0].float()
+
+    settings = {
+        key: value
+        for key, value in config.to_dict().items()
+        if key in ("quant_method", "activation_scheme", "weight_block_size")
+    }
+    write_packed(plain, output, settings, make)
+
+
 WRITERS: dict[str, tuple[Callable[[Path, Path, str], None], tuple[str, ...]]] = {
     "compressed-tensors": (write_compressed, tuple(COMPRESSED)),
     "bitsandbytes": (write_bitsandbytes, tuple(BITSANDBYTES)),
     "autoawq": (write_autoawq, ("usual",)),
+    "modelopt": (write_modelopt, tuple(MODELOPT)),
+    "autoround": (write_autoround, tuple(AUTOROUND)),
+    "transformers": (write_fine_grained, tuple(FINE_GRAINED)),
 }
 
 

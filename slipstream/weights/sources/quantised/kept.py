@@ -6,6 +6,7 @@ A block holds 32 columns. A group of 32, 64 or 128 columns becomes blocks with t
     Q4_1  weight = scale * number + offset      2 or 4 bits; offset = -scale * zero point
     Q8_0  weight = scale * number               8 bits, symmetric
 
+8-bit floats with a scale for each row, or for more of them, keep their bits as rows of `E4M3_FORM`.
 Numbers and 16-bit float scales are exact. Scales in float32 and offsets are rounded to 11 bits.
 Needs no torch.
 """
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.weights.parameters import E4M3_FORM
 from slipstream.weights.sources.quantised.integers import IntegerLayout
 from slipstream.weights.sources.quantised.layer import QuantisedLayer
 from slipstream.weights.sources.quantised.scaled import scale_tile, scales_of
@@ -59,9 +61,11 @@ def integer_form(layer: QuantisedLayer, layout: IntegerLayout) -> str | None:
 def scaled_form(layer: QuantisedLayer) -> str | None:
     """Return the form that keeps a matrix of 8-bit numbers with scales; None: none does."""
     rows, columns = layer.matrix("weight")
-    if layer.slot("weight").dtype != "I8" or layer.has("weight_zero_point"):
+    if layer.has("weight_zero_point"):
         return None
     _, wide = scale_tile(layer, (rows, columns))
+    if layer.slot("weight").dtype == E4M3_FORM:
+        return E4M3_FORM if wide >= columns else None
     if columns % _BLOCK or (wide % _BLOCK and wide < columns) or layer.has("weight_g_idx"):
         return None
     return "Q8_0" if _fits_float16(scales_of(layer)) else None
@@ -91,6 +95,16 @@ def scaled_blocks(layer: QuantisedLayer) -> np.ndarray:
     block = np.arange(0, columns, _BLOCK) // wide
     numbers = np.ascontiguousarray(layer.array("weight").array)
     return byte_blocks(Kept("Q8_0", numbers, grid[row[:, None], block[None]], None))
+
+
+def e4m3_rows(layer: QuantisedLayer) -> np.ndarray:
+    """Return the rows of a matrix of 8-bit floats, each followed by its float32 scale:
+    uint8 [out, in + 4].
+    """
+    rows, columns = layer.matrix("weight")
+    tall, _ = scale_tile(layer, (rows, columns))
+    scales = np.repeat(scales_of(layer)[:, :1], tall, axis=0)[:rows].astype("<f4")
+    return np.concatenate((layer.array("weight").array, scales.view(np.uint8)), axis=1)
 
 
 def _fits_float16(scales: np.ndarray) -> bool:

@@ -96,7 +96,7 @@ class QuantisationSettings:
         given = self._given
         if self.method not in _METHODS:
             return self.method
-        if self.method == "modelopt" and given.get("quant_algo") not in _MODELOPT_FP8:
+        if self.method == "modelopt" and _algorithm(given) not in _MODELOPT_FP8:
             return f"{self.method}, {given.get('quant_algo')}"
         if self.method == "auto-round" and self.layout == self.method:
             return f"{self.method}, packed as {given.get('packing_format')}"
@@ -123,13 +123,18 @@ class QuantisationSettings:
         if self.method == "fp8" and "weight_block_size" not in given:
             block = _LEAST_BLOCK
         if self.method == "modelopt":
-            block = _MODELOPT_FP8[str(given.get("quant_algo"))]
+            block = _MODELOPT_FP8[_algorithm(given)]
         return Scheme(
             bits=None if bits is None else int(bits),
             group_size=None if not group_size or group_size < 0 else int(group_size),
             block=None if block is None else (int(block[0]), int(block[1])),
             symmetric=given.get("sym"),
         )
+
+
+def _algorithm(given: Mapping[str, Any]) -> str:
+    """Return the name of ModelOpt's algorithm, which it writes in small letters, too."""
+    return str(given.get("quant_algo")).upper()
 
 
 def read_quantisation(folder: Path, config: Mapping[str, Any]) -> QuantisationSettings | None:
