@@ -10,7 +10,7 @@ import pytest
 from gates.gates import run_gate
 from gates.soak import quarters, slope
 from gates.supply_chain import PINNED, read_pinned
-from gates.table import Row, show, summary
+from gates.table import Row, attempt, show, summary
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,6 +32,20 @@ async def test_an_exception_in_a_gate_is_a_row_beside_those_before_it(tmp_path: 
         Row("first", "right", True),
         Row("the gate itself", "TimeoutError: too late", False),
     ]
+
+
+async def test_an_exception_in_a_case_is_a_row_beside_those_after_it() -> None:
+    async def broken() -> Row:
+        raise TimeoutError("too late")
+
+    async def right() -> Row:
+        return Row("b", "right", True)
+
+    rows: list[Row] = []
+    await attempt(rows, broken())
+    await attempt(rows, right())
+    assert [row.holds for row in rows] == [False, True]
+    assert rows[0].found == "TimeoutError: too late"
 
 
 def test_the_slope_ignores_single_peaks() -> None:

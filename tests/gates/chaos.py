@@ -13,7 +13,7 @@ from tiny_server import TinyServer, is_running, make_repository, wait_for
 
 from gates.chaos_limits import run_limits
 from gates.chaos_parts import run_parts
-from gates.table import Row
+from gates.table import Row, attempt
 from gates.traffic import Outcome, new_client, status, stream, until, until_status
 
 _STREAMS = 16
@@ -37,15 +37,15 @@ async def run(folder: Path, long: bool, rows: list[Row]) -> None:
 
 async def _run_once(folder: Path, rows: list[Row]) -> None:
     for number in (signal.SIGKILL, signal.SIGSEGV):
-        rows.append(await _kill_engine(folder / number.name, number, streams=_STREAMS))
-    rows.append(await _kill_engine(folder / "idle", signal.SIGKILL, streams=0))
+        await attempt(rows, _kill_engine(folder / number.name, number, streams=_STREAMS))
+    await attempt(rows, _kill_engine(folder / "idle", signal.SIGKILL, streams=0))
     for streams in (0, _STREAMS):
-        rows.append(await _stop_engine(folder / f"stop{streams}", streams))
-    rows.append(await _kill_server(folder / "server"))
-    rows.append(await _kill_while_loading(folder / "loading"))
-    rows.append(await _stop_while_loading(folder / "stopping"))
-    rows.append(await _damaged_engine(folder / "damaged"))
-    rows.append(await _full_disk(folder / "disk"))
+        await attempt(rows, _stop_engine(folder / f"stop{streams}", streams))
+    await attempt(rows, _kill_server(folder / "server"))
+    await attempt(rows, _kill_while_loading(folder / "loading"))
+    await attempt(rows, _stop_while_loading(folder / "stopping"))
+    await attempt(rows, _damaged_engine(folder / "damaged"))
+    await attempt(rows, _full_disk(folder / "disk"))
 
 
 def _start(folder: Path, *options: str, engine: str = "fine") -> TinyServer:

@@ -17,7 +17,7 @@ from real_server import RealServer, limit_cache
 from tiny_engine import build_tiny_engine
 from tiny_server import MODEL, TRITONSERVER, TinyServer, is_running, make_repository, wait_for
 
-from gates.table import Row
+from gates.table import Row, attempt
 from gates.traffic import Outcome, new_client, status, stream, until, until_status
 from slipstream.repository.templates import write_repository
 
@@ -28,11 +28,11 @@ _READY = "/v2/health/ready"
 
 async def run_limits(folder: Path, rows: list[Row]) -> None:
     folder.mkdir()
-    rows.append(await _stop_and_continue(folder / "stop"))
-    rows.append(await _kill_while_loading(folder / "load"))
-    rows.append(await _no_memory(folder / "memory"))
-    rows.append(await _full_log(folder / "log"))
-    rows += await asyncio.to_thread(_real_engine, folder / "real")
+    await attempt(rows, _stop_and_continue(folder / "stop"))
+    await attempt(rows, _kill_while_loading(folder / "load"))
+    await attempt(rows, _no_memory(folder / "memory"))
+    await attempt(rows, _full_log(folder / "log"))
+    await attempt(rows, asyncio.to_thread(_real_engine, folder / "real"))
 
 
 async def _stop_and_continue(folder: Path) -> Row:

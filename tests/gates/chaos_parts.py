@@ -23,7 +23,7 @@ from tiny_server import (
     wait_for,
 )
 
-from gates.table import Row
+from gates.table import Row, attempt
 from gates.traffic import Outcome, new_client, stream, until, until_status
 from slipstream.repository.templates import write_repository
 
@@ -33,13 +33,14 @@ _READY = "/v2/health/ready"
 
 async def run_parts(folder: Path, rows: list[Row]) -> None:
     folder.mkdir()
-    rows.append(await _replica(folder / "replicas"))
-    rows.append(await _front_end(folder / "front ends"))
+    await attempt(rows, _replica(folder / "replicas"))
+    await attempt(rows, _front_end(folder / "front ends"))
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        rows.append(await asyncio.to_thread(_python_model, folder / f"python{number}", number))
+        place = folder / f"python{number}"
+        await attempt(rows, asyncio.to_thread(_python_model, place, number))
     engine = await asyncio.to_thread(build_tiny_engine, folder / "ranks")
     for rank in (0, 1):
-        rows += await asyncio.to_thread(_rank, folder / f"rank{rank}", engine, rank)
+        await attempt(rows, asyncio.to_thread(_rank, folder / f"rank{rank}", engine, rank))
 
 
 def _engines(server: TinyServer) -> list[int]:

@@ -6,7 +6,8 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,18 @@ class Row:
     case: str
     found: str
     holds: bool | None  # None: not tried, because the machine lacks a program
+
+
+async def attempt(rows: list[Row], work: Awaitable[Row | list[Row]]) -> None:
+    """Append what a case finds. An exception in it is a row, and the cases after it are tried."""
+    try:
+        found = await work
+    except Exception as error:
+        traceback.print_exc()
+        case = getattr(work, "__qualname__", "a case").strip("_").replace("_", " ")
+        text = f"{type(error).__name__}: {error}".replace("\n", " ").replace("|", "/")[:500]
+        found = Row(case, text, False)
+    rows += found if isinstance(found, list) else [found]
 
 
 def show(name: str, rows: Sequence[Row], seconds: float) -> str:
