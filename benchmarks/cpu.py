@@ -5,7 +5,7 @@
 
 The goals are ratios to llama.cpp. `--peers llama.cpp,torch` adds Slipstream's own torch path, which
 runs where there is no compiled code. In the case "beside a busy program" another process keeps one
-core busy.
+core busy. Each such run follows a quiet one, and the share that it keeps is shown beside it.
 
 Every contender runs in its own process. Each round runs all of them in turn, and a figure is the
 median of its rounds, so that other load on the machine affects all of them. Sampling is greedy,
@@ -24,8 +24,8 @@ import random
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -40,6 +40,7 @@ from models import Models, prepare_models, prepare_random_models
 from random_gguf import SHAPES
 from table import OURS, Row, medians, render
 
+from slipstream.engine.memory.cores import usable_cores
 from slipstream.engine_worker import cpu_probe
 from slipstream.server.engine_link.child import child_environment
 from slipstream.weights.home import slipstream_home
@@ -73,7 +74,7 @@ class Load:
     prompt: int
     output: int
     cases: tuple[str, ...]
-    busy: bool = False  # whether another process keeps a core busy
+    busy: bool = False  # once on a quiet machine, then while another process keeps a core busy
     sampled: bool = False  # temperature 0.7 and top-p 0.9, which the peers' workers do not have
 
 
@@ -90,7 +91,7 @@ LOADS = (
     Load(1, 512, 128, ("decode", "first_token", "memory")),
     Load(8, 128, 128, ("concurrent_8", "memory")),
     Load(32, 128, 128, ("concurrent_32", "memory")),
-    Load(1, 128, 128, ("busy",), busy=True),
+    Load(1, 128, 128, ("busy", "kept"), busy=True),
     Load(1, 128, 128, ("sampled_1",), sampled=True),
     Load(8, 128, 128, ("sampled_8",), sampled=True),
     Load(32, 128, 128, ("sampled_32",), sampled=True),
@@ -131,6 +132,12 @@ CASES = {
         lambda work, machine, out: work.decode_rate(machine, 128, out),
         (1.0, 1.0),
     ),
+    "kept": Case(
+        "1 × 128/{output} decode kept beside a busy program",
+        "%",
+        True,
+        lambda *_: fair_share() * 100,
+    ),
     **{
         f"sampled_{rows}": Case(
             f"{rows} × 128/{{output}} sampled output",
@@ -165,7 +172,10 @@ def main() -> None:
     rounds, output = (1, 32) if arguments.quick else (3, 128)
     warn_when_busy()
     shape = arguments.shape
-    models = prepare_models() if shape == DEFAULT_SHAPE else prepare_random_models(shape)
+    if shape == DEFAULT_SHAPE:
+        models = prepare_models()
+    else:
+        models = prepare_random_models(shape, hugging_face=VLLM in arguments.peers)
     contenders = find_contenders(models, arguments)
     samples: Samples = defaultdict(list)
     running: dict[tuple[str, str], Running] = {}
@@ -339,12 +349,19 @@ def run_rounds(
                     for one in running:
                         if load.sampled and one.contender.name not in (OURS, TORCH):
                             continue
-                        with busy_program() if load.busy else nullcontext():
-                            record(one, replace(load, output=output), vocabulary, number, samples)
+                        record(one, replace(load, output=output), vocabulary, number, samples)
             progress(f"round {number + 1} of {rounds} done")
     finally:
         meter.close()
     return Machine(*(max(each[name] for each in measured) for name in ("bandwidth", "operations")))
+
+
+def fair_share() -> float:
+    """Return the share of its throughput that a program with a thread per core keeps beside one
+    busy thread, if all threads get as much time.
+    """
+    cores = usable_cores()
+    return cores / (cores + 1)
 
 
 @contextmanager
@@ -363,17 +380,25 @@ def record(one: Running, load: Load, vocabulary: int, number: int, samples: Samp
     tokens = range(100, min(vocabulary, 40_000))
     prompts = [draw.choices(tokens, k=load.prompt) for _ in range(load.rows)]
     timed = one.generate(prompts, load.output, load.sampled)
+    key = one.contender.key
+    if load.rows > 1:
+        samples[load.cases[0], *key].append(load.rows * load.output / timed["seconds"])
+        return
+    rate = decode_rate(timed, load.output)
     if load.busy:
-        after_first = timed["seconds"] - timed["first_seconds"]
-        samples["busy", *one.contender.key].append((load.output - 1) / after_first)
-    elif load.rows == 1:
-        after_first = timed["seconds"] - timed["first_seconds"]
-        samples["decode", *one.contender.key].append((load.output - 1) / after_first)
-        samples["first_token", *one.contender.key].append(timed["first_seconds"] * 1e3)
-    else:
-        samples[load.cases[0], *one.contender.key].append(
-            load.rows * load.output / timed["seconds"]
-        )
+        with busy_program():
+            busy = decode_rate(one.generate(prompts, load.output), load.output)
+        samples["busy", *key].append(busy)
+        samples["kept", *key].append(100 * busy / rate)
+        return
+    samples[load.cases[0], *key].append(rate)
+    if "first_token" in load.cases:
+        samples["first_token", *key].append(timed["first_seconds"] * 1e3)
+
+
+def decode_rate(timed: Mapping[str, float], output: int) -> float:
+    """Return the tokens per second of one stream after its first token."""
+    return (output - 1) / (timed["seconds"] - timed["first_seconds"])
 
 
 def print_table(
@@ -432,10 +457,10 @@ def print_vllm_goals(samples: Samples) -> None:
 
 def warn_when_busy() -> None:
     load = os.getloadavg()[0]
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if load > cores / 4:
         print(
-            f"this machine is busy (load {load:.1f} on {cores} cores): "
+            f"this machine is busy (load {load:.1f} on {cores:g} cores): "
             "contenders that busy-wait are slowed down most",
             flush=True,
         )

@@ -34,7 +34,7 @@ class Models:
     engine_q4: Path  # keeps the blocks of the GGUF file
     gguf_bf16: Path
     gguf_q4: Path
-    hugging_face: Path | None  # folder with bf16 weights, of the default model
+    hugging_face: Path | None  # folder with the bf16 weights, if asked for
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer().encode(text, add_special_tokens=False).ids
@@ -62,19 +62,22 @@ def prepare_models() -> Models:
     )
 
 
-def prepare_random_models(name: str) -> Models:
-    """Return random weights in the shape of this name, without a Hugging Face folder."""
+def prepare_random_models(name: str, hugging_face: bool = False) -> Models:
+    """Return random weights in the shape of this name. hugging_face: with a folder of them, too"""
     shape = SHAPES[name]
-    folder = slipstream_home() / "benchmarks" / name
+    folder = slipstream_home() / "benchmarks" / f"{name}-{shape.vocabulary}"
     bf16 = write_random_gguf(shape, GGMLQuantizationType.BF16, folder / "bf16.gguf")
     q4 = write_random_gguf(shape, GGMLQuantizationType.Q4_0, folder / "q4.gguf")
+    source = GgufSource(bf16, name)
     return Models(
-        spec=GgufSource(bf16, name).spec,
+        spec=source.spec,
         engine_bf16=build_engine(bf16, folder / "engine-bf16", dtype="auto"),
         engine_q4=build_engine(q4, folder / "engine-q4", dtype="auto"),
         gguf_bf16=bf16,
         gguf_q4=q4,
-        hugging_face=None,
+        hugging_face=(
+            _write_hugging_face(source, folder / "hugging-face") if hugging_face else None
+        ),
     )
 
 
@@ -116,7 +119,7 @@ def _write_hugging_face(source: GgufSource, target: Path) -> Path:
         whole = torch.cat(list(parameter_rows(source, (parameter,)))).bfloat16()
         tensors.update(_hugging_face_tensors(source.spec, parameter, whole))
     save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
-    (staging / "config.json").write_text(json.dumps(_llama_config(source), indent=1))
+    (staging / "config.json").write_text(json.dumps(_config(source), indent=1))
     for name, content in source.tokenizer_files().items():
         (staging / name).write_bytes(content)
     return staging.rename(target)
@@ -144,12 +147,13 @@ def _hugging_face_tensors(spec: ModelSpec, name: str, whole):  # type: ignore[no
     return {place: part.contiguous() for place, part in zip(places, parts, strict=True)}
 
 
-def _llama_config(source: GgufSource) -> dict[str, object]:
+def _config(source: GgufSource) -> dict[str, object]:
     spec = source.spec
     metadata = source.file.metadata
+    kind = str(metadata["general.architecture"])
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [spec.architecture],
+        "model_type": kind,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.ffn_size,
@@ -159,7 +163,7 @@ def _llama_config(source: GgufSource) -> dict[str, object]:
         "head_dim": spec.head_size,
         "max_position_embeddings": spec.max_positions,
         "rms_norm_eps": spec.norm_epsilon,
-        "rope_theta": float(metadata["llama.rope.freq_base"]),
+        "rope_theta": float(metadata[f"{kind}.rope.freq_base"]),
         "hidden_act": "silu",
         "tie_word_embeddings": spec.tied_embeddings,
         "torch_dtype": "bfloat16",

@@ -26,9 +26,10 @@ class Shape:
 
 
 SHAPES = {
-    "llama-1b": Shape("llama", 2048, 16, 32, 8, 8192, 32768),
-    "qwen2-0.5b": Shape("qwen2", 896, 24, 14, 2, 4864, 32768),
+    "llama-1b": Shape("llama", 2048, 16, 32, 8, 8192, 128_256),
+    "qwen2-0.5b": Shape("qwen2", 896, 24, 14, 2, 4864, 151_936),
     "tiny": Shape("llama", 64, 2, 4, 2, 96, 512),
+    "tiny-qwen2": Shape("qwen2", 64, 2, 4, 2, 96, 512),
 }
 
 

@@ -18,7 +18,9 @@ from slipstream.server.engine_link.mailbox import InFlightRequest
 
 
 def start(options: dict[str, Any]) -> Generate:
-    settings = EngineSettings(reuse=False, cpu_code=options.get("code", "auto"))
+    # without draft tokens, which the peers do not have either
+    code = options.get("code", "auto")
+    settings = EngineSettings(reuse=False, cpu_code=code, adaptive_lookup=False)
     engine = EngineClient(options["model"], settings)
     engine.spawn()
     event_loop = uvloop.new_event_loop()

@@ -9,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from run_engine import all_logits
 from tiny_engine import build_tiny_engine
 
+from slipstream.engine.memory.cores import usable_cores
 from slipstream.engine.plan import StepPlan
 from slipstream.model.spec import ModelSpec
 from slipstream.repository.models import read_repository
@@ -131,7 +133,7 @@ def test_cpu_benchmark_measures_a_whole_server(tmp_path):
 def test_cpu_benchmark_prints_the_table_of_a_small_shape(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "cpu.py"), "--shape", "tiny", "--quick"]
     printed = subprocess.run(
-        [*command, "--peers", "", "--only", "busy"],
+        [*command, "--peers", "", "--only", "kept"],
         capture_output=True,
         text=True,
         check=True,
@@ -139,11 +141,33 @@ def test_cpu_benchmark_prints_the_table_of_a_small_shape(tmp_path):
     ).stdout
     rows = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("| 1 ×")]
     assert [row[0].strip() for row in rows] == [
-        f"1 × 128/32 decode beside a busy program, {group}, tok/s" for group in ("bf16", "4-bit")
+        f"1 × 128/32 decode kept beside a busy program, {group}, %" for group in ("bf16", "4-bit")
     ]
     assert all(float(row[2]) > 0 for row in rows)
-    kept = read_engine_config(tmp_path / "benchmarks" / "tiny" / "engine-q4")
+    cores = usable_cores()
+    assert all(float(row[3]) == pytest.approx(100 * cores / (cores + 1), abs=1) for row in rows)
+    kept = read_engine_config(tmp_path / "benchmarks" / "tiny-512" / "engine-q4")
     assert kept.quantisation.algorithm == "GGUF"
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-qwen2"])
+def test_all_contenders_get_the_same_random_weights(tmp_path, monkeypatch, shape):
+    import torch
+    import transformers
+
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    prepare = runpy.run_path(str(BENCHMARKS / "models.py"))["prepare_random_models"]
+    models = prepare(shape, hugging_face=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        models.hugging_face, dtype=torch.float32
+    )
+    prompt = [5, 77, 200, 31, 8, 8, 140]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([prompt])).logits
+    ours = all_logits(models.engine_bf16, torch.float32, [prompt])[0]
+    torch.testing.assert_close(ours, expected[0], atol=1e-3, rtol=1e-3)
+    assert prepare(shape).hugging_face is None
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from slipstream.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.beams.group import BeamGroup
-    from slipstream.engine.speculation import DraftProposer
+    from slipstream.engine.speculation import AdaptiveLookup, DraftProposer
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
@@ -193,7 +193,7 @@ class Request:
     # no token is scheduled while a sampled one has not arrived
     needs_host_result: bool = False
     group: BeamGroup | None = None  # the beam search it is a beam of
-    proposer: DraftProposer | DecidedTokens | None = None
+    proposer: DraftProposer | AdaptiveLookup | DecidedTokens | None = None
     draft_tokens: Sequence[int] = ()  # draft tokens that are being computed
     prompt_source: Request | None = None  # an earlier request with the same prompt
     # requests with the same prompt that wait until this one has computed it

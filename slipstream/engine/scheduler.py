@@ -26,7 +26,7 @@ from slipstream.engine.request import Constraint, FinishReason, GenerateRequest,
 from slipstream.engine.results import ResultHandler
 from slipstream.engine.row_block_manager import RowBlockManager
 from slipstream.engine.settings import Policy
-from slipstream.engine.speculation import DraftProposer, propose_draft_tokens
+from slipstream.engine.speculation import Speculation, drafts_now, propose_draft_tokens
 from slipstream.engine.statistics import Counters, QueueTimes, to_timing
 from slipstream.engine.step_budget import PromptLimits
 from slipstream.engine.waiting import (
@@ -54,6 +54,7 @@ class Scheduler:
         window: Window | None = None,
         revision_threads: int = 0,
         prompt_limits: PromptLimits | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """revision_threads: threads that revise outputs beside the steps; 0: no threads
 
@@ -68,7 +69,7 @@ class Scheduler:
         )
         self.policy = policy
         self.chunked = chunked
-        self.lookup_tokens = lookup_tokens
+        self._speculation = speculation or Speculation(lookup_tokens)
         self.window = window
         self._clock = clock
         # by request id; a beam search is represented by its leader
@@ -104,14 +105,8 @@ class Scheduler:
         queued.stats.arrived = self._clock()
         if request.sampling.beams:
             BeamGroup.create(queued)
-        elif (
-            (request.draft or self.lookup_tokens)
-            and constraint is None
-            and not request.sampling.scores_prompt
-            and not request.sampling.pooling
-        ):
-            queued.proposer = DraftProposer(request.draft, self.lookup_tokens)
-            queued.needs_host_result = True
+        else:
+            self._speculation.add(queued)
         queued.needs_host_result |= constraint is not None  # masks depend on the text so far
         queued.needs_host_result |= bool(request.sampling.pooling)  # ends with the prompt
         if problem := self._manager.capacity_problem(queued):
@@ -173,6 +168,7 @@ class Scheduler:
         plan.saves = self.blocks.host.take_saves()
         self._adapters.complete_plan(plan)
         self.prompt_limits.begin(plan, began)
+        self._speculation.begin(plan, began)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
@@ -181,6 +177,7 @@ class Scheduler:
         results = self._results
         results.now = self._clock()
         self.prompt_limits.end(plan, results.now)
+        self._speculation.end(plan, results.now)
         self._adapters.plan_returned(plan)
         by_epoch = self._manager.by_epoch
         block_tokens = self.blocks.block_tokens
@@ -210,7 +207,7 @@ class Scheduler:
                     continue
                 if request.group is not None:
                     results.apply_beam(request, request.group, result, index)
-                elif request.needs_host_result or special:
+                elif drafts or request.needs_host_result or special:
                     results.apply_tokens(request, result, index, drafts)
                 else:
                     results.apply_token(request, result, index)
@@ -269,13 +266,14 @@ class Scheduler:
         longer: list[Request] = []
         drafting: list[Request] = []
         block_tokens = self.blocks.block_tokens
+        running = len(self._manager.running)
         for request in list(self._manager.running.values()):
             if request.group is not None and budget > 0:
                 apply_decisions(plan, request.group, self._manager, self._make_room)
             deficit = request.deficit
             if deficit > 1:
                 longer.append(request)
-            elif deficit == 1 and request.proposer is not None:
+            elif deficit == 1 and drafts_now(request, running):
                 drafting.append(request)
             elif deficit == 1 and budget > 0:
                 if request.scheduled < len(request.blocks) * block_tokens:
@@ -387,7 +385,7 @@ class Scheduler:
             return 0
         draft_tokens = (
             propose_draft_tokens(request, count, budget - count, self.blocks)
-            if request.proposer is not None
+            if drafts_now(request, len(self._manager.running))
             else []
         )
         if not self._extend(plan, request, request.scheduled + count + len(draft_tokens)):

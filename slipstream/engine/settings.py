@@ -61,6 +61,8 @@ class EngineSettings:
     overlap: bool = True  # on a GPU: plan the next step while one runs
     # draft tokens per step from prompt lookup; 0: none
     lookup_tokens: int = 0
+    # on a CPU: draft tokens for a stream that runs alone, as many as save time
+    adaptive_lookup: bool = False
     # adapter rank that fills one page of the device's memory for adapters
     adapter_page_rank: int = 8
     adapter_max_rank: int = 64

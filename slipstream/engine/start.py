@@ -40,6 +40,7 @@ from slipstream.engine.sizes import (
     divide_cpu_memory,
     sequence_sizes,
 )
+from slipstream.engine.speculation import Speculation
 from slipstream.engine.step_budget import PromptLimits, PromptSpread, StepBudget
 from slipstream.kernels.ranks import ALONE, Ranks
 from slipstream.kernels.stored import Weight, bytes_of
@@ -356,7 +357,9 @@ def _create_scheduler(
         settings.policy,
         settings.chunked,
         max_beam_width=settings.max_beam_width,
-        lookup_tokens=settings.lookup_tokens,
+        speculation=Speculation(
+            settings.lookup_tokens, settings.adaptive_lookup and not sizes.on_gpu
+        ),
         adapters=adapters,
         window=Window.from_rules(model.rules, sizes.longest),
         revision_threads=_REVISION_THREADS if sizes.on_gpu else 0,

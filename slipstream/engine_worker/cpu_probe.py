@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from slipstream.engine.memory.cores import usable_cores
+from slipstream.engine.memory.nodes import bind_replica, place_replica, usable_nodes
 from slipstream.engine.settings import EngineSettings
 from slipstream.engine_worker.code_trial import choose_code
 from slipstream.engine_worker.progress import show_progress
@@ -103,6 +105,21 @@ def prepare(settings: EngineSettings, spec: ModelSpec | None) -> EngineSettings:
     if choice.isa:
         os.environ[ISA_VARIABLE] = choice.isa
     return replace(settings, dtype=COMPILED_DTYPE if compiled else choice.dtype)
+
+
+def bind_to_node(settings: EngineSettings) -> EngineSettings:
+    """Keep this process on a NUMA node if it is a replica on a CPU of several nodes. Return the
+    settings with its threads.
+
+    Must be called before the process has other threads or much memory.
+    """
+    if settings.replicas < 2 or not runs_on_cpu(settings):
+        return settings
+    place = place_replica(settings, usable_nodes(), usable_cores())
+    if place is None:
+        return settings
+    bind_replica(place)
+    return replace(settings, threads=place.threads)
 
 
 def _limit_spinning() -> None:

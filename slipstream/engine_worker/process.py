@@ -57,6 +57,7 @@ def start_real_engine(
     engine_folder: str, settings: EngineSettings, place: RankPlace | None = None
 ) -> Loop:
     """Start an engine. place: of this process, if the server has started the other ranks"""
+    settings = cpu_probe.bind_to_node(settings)
     if place is None and settings.ranks is not None and settings.ranks > 1:
         # imported here and below: an engine of one rank starts faster without the rest
         from slipstream.engine_worker.ranks import start_own_ranks

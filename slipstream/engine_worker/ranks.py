@@ -179,6 +179,7 @@ def start_own_ranks(engine_folder: str, settings: EngineSettings) -> EngineLoop:
 
 def run_follower(engine_folder: str, settings: EngineSettings, place: RankPlace) -> None:
     """Follow the leading rank until it ends this one."""
+    settings = cpu_probe.bind_to_node(settings)
     settings = cpu_probe.prepare(settings, read_engine_config(engine_folder).spec)
     store = open_store(place)
     if place.local is None:

@@ -52,6 +52,7 @@ class EngineKeywords(TypedDict, total=False):
     host_cache_bytes: int
     overlap: bool
     lookup_tokens: int
+    adaptive_lookup: bool
     adapter_page_rank: int
     adapter_max_rank: int
     adapter_memory_fraction: float

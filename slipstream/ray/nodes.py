@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
-import socket
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slipstream.ray.server_process import ServerProcess, launch_variables
-from slipstream.server.engine_link.cluster.address import PORT_VARIABLE
-from slipstream.server.engine_link.cluster.key import (
-    CLUSTER_KEY_FILE_VARIABLE,
-    CLUSTER_KEY_VARIABLE,
-)
-
-_KEY_BYTES = 32
+from slipstream.ray.server_process import ServerProcess, launch_variables, meeting_variables
 
 
 class NodeRanks:
@@ -43,14 +34,7 @@ class OtherNodes:
     def __init__(self, flags: Sequence[str], exit_timeout_seconds: float) -> None:
         group = ray.util.get_current_placement_group()
         nodes = len(group.bundle_specs)
-        address = ray.util.get_node_ip_address()
-        shared = {
-            "MASTER_ADDR": address,
-            PORT_VARIABLE: str(_find_port(address)),
-            # only the processes of this replica know it
-            CLUSTER_KEY_VARIABLE: secrets.token_hex(_KEY_BYTES),
-            CLUSTER_KEY_FILE_VARIABLE: "",
-        }
+        shared = meeting_variables(ray.util.get_node_ip_address())
         job = group.id.hex()
         # of the server of this replica
         self.variables = shared | launch_variables(0, nodes, job)
@@ -76,10 +60,3 @@ class OtherNodes:
         """End the actors, and what they run."""
         for actor in self._actors:
             ray.kill(actor)
-
-
-def _find_port(address: str) -> int:
-    """Return a port that is free now."""
-    with socket.create_server((address, 0)) as found:
-        port: int = found.getsockname()[1]
-        return port

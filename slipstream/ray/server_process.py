@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,12 +24,18 @@ from slipstream.server.engine_link.child import (
     API_KEY_VARIABLE,
     child_environment,
 )
+from slipstream.server.engine_link.cluster.address import PORT_VARIABLE
+from slipstream.server.engine_link.cluster.key import (
+    CLUSTER_KEY_FILE_VARIABLE,
+    CLUSTER_KEY_VARIABLE,
+)
 from slipstream.server.engine_link.launched import RAY
 from slipstream.server.engine_link.link import describe_exit
 from slipstream.server.log.parent_death import die_with
 
 _STARTED = re.compile(r"Started (HTTPService|Metrics Service) at 127\.0\.0\.1:(\d+)")
 _POLL_SECONDS = 0.05
+_KEY_BYTES = 32  # of the cluster key of a replica
 _KEPT_LINES = 20  # of the log, for the reason of a failed start
 _KILL_SECONDS = 10.0  # added to the exit timeout before the process is killed
 # The ports are private, as requests come through Ray. The log says which they are.
@@ -133,6 +141,20 @@ def launch_variables(rank: int, nodes: int, job: str = "") -> dict[str, str]:
     before those of a launcher that has started Ray, such as srun.
     """
     return {RAY.rank: str(rank), RAY.size: str(nodes), RAY.job: job}
+
+
+def meeting_variables(address: str) -> dict[str, str]:
+    """Return the variables by which the processes of a replica on several nodes meet, and a key
+    that no others know. address: of the node of rank 0, which is this one
+    """
+    with socket.create_server((address, 0)) as free:
+        port = free.getsockname()[1]
+    return {
+        "MASTER_ADDR": address,
+        PORT_VARIABLE: str(port),
+        CLUSTER_KEY_VARIABLE: secrets.token_hex(_KEY_BYTES),
+        CLUSTER_KEY_FILE_VARIABLE: "",
+    }
 
 
 def _environment() -> dict[str, str]:

@@ -72,9 +72,10 @@ ENGINE_PARAMETERS: dict[str, str] = {
     "memory_share": "fraction",
     # how embeddings are pooled, whatever the model declares
     "embedding_pooling": "text",
-    # switches that only this server has; all but the first two are for debugging
+    # switches that only this server has; all but the first three are for debugging
     "deterministic": "bool",
     "exact_activations": "bool",
+    "adaptive_lookup": "bool",
     "compressed_weights": "bool",
     "compressed_kv_cache": "bool",
     "fused_gemv": "bool",
@@ -235,6 +236,7 @@ _PLAIN_SETTINGS = {
     "enable_trt_overlap": "overlap",
     "deterministic": "deterministic",
     "exact_activations": "exact_activations",
+    "adaptive_lookup": "adaptive_lookup",
     "compressed_weights": "compressed_weights",
     "compressed_kv_cache": "compressed_kv_cache",
     "fused_gemv": "fused_gemv",

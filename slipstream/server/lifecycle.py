@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.engine.memory.cores import usable_cores
 from slipstream.engine.memory.garbage_collection import freeze_garbage_collector
+from slipstream.engine.memory.nodes import usable_nodes
 from slipstream.repository.models import Repository, inspect_repository
 from slipstream.repository.reading import Reading
 from slipstream.repository.templates import helpers_among
 from slipstream.server.engine_link.link import remove_left_folders
-from slipstream.server.engine_link.memory_table import memory_table, titled_replicas
+from slipstream.server.engine_link.memory_table import memory_table, node_advice, titled_replicas
 from slipstream.server.engine_link.pool import EnginePool
 from slipstream.server.engine_link.visible_gpus import runs_on_gpu
 from slipstream.server.exit_deadline import LAST_SECONDS, ExitDeadline
@@ -479,6 +480,7 @@ def _log_models(rows: list[tuple[str, str, str]], engines: EnginePool) -> None:
         infos = [client.info for client in engine.clients if client.info is not None]
         for title, info in titled_replicas(name, infos):
             lines = memory_table(title, info, engines.overrides)
+            lines += node_advice(info, len(infos), len(usable_nodes()))
             logger.info("\n".join(lines) + "\n", extra={"model": name})
 
 

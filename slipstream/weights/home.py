@@ -32,6 +32,13 @@ def cpu_code_folder(home: Path) -> Path:
     return home / "cpu-code"
 
 
+def packed_folder(home: Path) -> Path:
+    """Return where packed weights are kept of engines in folders that cannot be written. home: from
+    `slipstream_home`
+    """
+    return home / "packed"
+
+
 def hugging_face_home() -> Path:
     return _folder("HF_HOME", Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
 

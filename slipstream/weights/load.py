@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.engine.loop import EngineLoop, Progress
+from slipstream.engine.memory.nodes import on_one_of_several_nodes
 from slipstream.engine.ranks.following import Follower
 from slipstream.engine.ranks.orders import Followers
 from slipstream.engine.settings import EngineSettings
@@ -18,7 +19,7 @@ from slipstream.kernels.stored import Weight
 from slipstream.weights.cache.locks import hold
 from slipstream.weights.engine_config import CONFIG_NAME
 from slipstream.weights.engine_folder import EngineFolder, rank_file, read_engine_folder
-from slipstream.weights.home import cpu_code_folder, slipstream_home
+from slipstream.weights.home import cpu_code_folder, packed_folder, slipstream_home
 from slipstream.weights.integrity import identify_folder, verify_weights
 from slipstream.weights.lora import read_adapter_folder
 from slipstream.weights.shards import rank_spec, rank_tensors, rank_weights
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 # Smaller engines are packed at each start.
 _PACKED_FROM_BYTES = 8 << 20
+_NAME_DIGITS = 24  # of a digest, in a folder's name
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,23 @@ class FolderWeights:
     def packed_file(self, dtype: str) -> PackedFile | None:
         path = self.folder.path
         size = rank_file(path, 0).stat().st_size
-        if self.ranks > 1 or size < _PACKED_FROM_BYTES:
+        if size < _PACKED_FROM_BYTES:
             return None
         from slipstream.engine.cpu.packed_file import PackedFile
 
         digest = identify_folder(path)
-        return PackedFile(path / f"rank0.packed-{dtype}", digest, dtype, 2 * size)
+        part = f"rank{self.rank}" + (f"of{self.ranks}" if self.ranks > 1 else "")
+        # the second folder is for engines in folders that this user cannot write
+        folders = (path, packed_folder(slipstream_home()) / digest[:_NAME_DIGITS])
+        name = f"{part}.packed-{dtype}"
+        return PackedFile(
+            folders,
+            name,
+            f"{digest} {part}",
+            dtype,
+            2 * size // self.ranks,
+            own_memory=on_one_of_several_nodes(),
+        )
 
 
 def start_engine(

@@ -7,11 +7,23 @@ import json
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 
+import httpx
 import pytest
+from manifests import ROOT
+from real_server import limit_cache
 from starlette.requests import Request
+from tiny_engine import build_tiny_engine
+from tiny_server import children_of, command_of, is_running, wait_for
 
 from slipstream.ray.forwarding import Forwarder
 from slipstream.ray.scaling import CAPACITY, replicas_by_capacity
+from slipstream.ray.server_process import (
+    ServerFailed,
+    ServerProcess,
+    launch_variables,
+    meeting_variables,
+)
+from slipstream.repository.templates import write_repository
 
 
 def context(capacities: list[float] | None, requests: float = 0, target: int = 1) -> object:
@@ -171,6 +183,33 @@ async def test_a_piece_of_a_stream_is_passed_on_before_its_end_and_a_client_that
         assert not server.left.is_set()
         await pieces.aclose()
         await server.left.wait()
+
+
+async def test_the_processes_of_a_replica_on_two_nodes_serve_together(tmp_path):
+    """As its two actors start them. Here srun has started Ray, on this machine and another."""
+    engine = build_tiny_engine(tmp_path)
+    write_repository(tmp_path / "repository", "tiny", engine, engine, 64)
+    limit_cache(tmp_path / "repository", 4096)
+    flags = [f"--model-repository={tmp_path / 'repository'}", "--ranks=2", "--frontends=1"]
+    shared = meeting_variables("127.0.0.2") | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    places = [launch_variables(rank, 2, "group") for rank in range(2)]
+    server, other = (ServerProcess(flags, 5.0, shared | place) for place in places)
+    try:
+        server.wait_started(120)
+        other.check_running()
+        body = {"text_input": "5 6 7", "max_tokens": 8, "end_id": 95}
+        async with httpx.AsyncClient(timeout=60) as client:
+            found = await client.post(f"{server.url}/v2/models/tiny/generate", json=body)
+        assert len(found.json()["text_output"].split()) == 8
+        for process in (server, other):
+            (engine_process,) = children_of(process.process_id)
+            assert "engine_worker.process" in command_of(engine_process)
+    finally:
+        await server.stop()
+    wait_for(lambda: not is_running(other.process_id))
+    with pytest.raises(ServerFailed, match="exit code 0"):
+        other.check_running()
 
 
 async def test_a_server_that_does_not_respond_is_a_503_with_the_reason(forward):

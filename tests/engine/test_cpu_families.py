@@ -105,6 +105,17 @@ def test_bfloat16_is_close_to_float32(name, written):
     assert np.abs(found - expected).mean() < 0.02 * expected.std()
 
 
+def check_two_ranks(folder, expected):
+    load_code(best_level(), None)  # not in several threads
+
+    def run(ranks: ThreadRanks) -> np.ndarray:
+        weights = rank_weights(folder, ranks.rank, ranks.size)
+        return logits_of_rank(rank_spec(folder.spec, ranks.size), weights, TOKENS, STEPS, ranks)
+
+    for found in on_ranks(2, run):
+        assert np.abs(found - expected).max() < TOLERANCE
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in DIVIDED else [pytest.mark.slow]) for name in COMPILED],
@@ -115,14 +126,17 @@ def test_two_ranks_compute_the_logits_of_transformers(name, tmp_path):
     variant.write(model, tmp_path / "hf")
     folder = read_engine_folder(build_engine(tmp_path / "hf", tmp_path / "engine", dtype="float32"))
     expected = variant.logits(model, TOKENS).numpy()
-    load_code(best_level(), None)  # not in several threads
+    check_two_ranks(folder, expected)
 
-    def run(ranks: ThreadRanks) -> np.ndarray:
-        weights = rank_weights(folder, ranks.rank, ranks.size)
-        return logits_of_rank(rank_spec(folder.spec, ranks.size), weights, TOKENS, STEPS, ranks)
 
-    for found in on_ranks(2, run):
-        assert np.abs(found - expected).max() < TOLERANCE
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_ranks_hold_whole_experts_or_a_part_of_each(family, tmp_path):
+    model = random_model(config_of(family)).eval()
+    model.save_pretrained(tmp_path / "hf")
+    built = build_engine(tmp_path / "hf", tmp_path / "engine", dtype="float32")
+    with torch.inference_mode():
+        expected = model(torch.tensor([TOKENS])).logits[0].numpy()
+    check_two_ranks(read_engine_folder(built), expected)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -6,12 +6,17 @@ import os
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from rank_models import save_rank_model
 from run_engine import engine, generate
 from tiny_models import config_of, random_model
 
+from slipstream.engine.cpu import packed_file
+from slipstream.engine.settings import EngineSettings
+from slipstream.engine_worker.process import start_real_engine
 from slipstream.weights import load
 from slipstream.weights.build import build_engine
 
@@ -24,6 +29,12 @@ from slipstream.engine_worker.process import start_real_engine
 loop = start_real_engine(sys.argv[1], EngineSettings(device="cpu", dtype="bfloat16", cache_tokens=512))
 print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
 """
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
 
 
 @pytest.fixture(params=["bfloat16", "int4", "int8"])
@@ -102,8 +113,6 @@ def test_other_weights_are_packed_again(folder):
 
 @pytest.mark.parametrize("failure", ["no such files", "full disk", "no room"])
 def test_an_engine_starts_where_nothing_can_be_written(folder, failure, monkeypatch):
-    from slipstream.engine.cpu import packed_file
-
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -125,6 +134,63 @@ def test_an_engine_starts_where_nothing_can_be_written(folder, failure, monkeypa
     assert {path.name for path in folder.iterdir()} == before
     monkeypatch.undo()
     assert found == generate(start(folder), PROMPTS, max_tokens=12)
+
+
+def refuse_files_in(folder, monkeypatch):
+    """Let the folder refuse new files, as a read-only one does. Root may write in every folder."""
+    real = os.open
+
+    def refuse(path, flags, *rest, **more):
+        if flags & os.O_TMPFILE == os.O_TMPFILE and Path(path) == folder:
+            raise OSError(30, "Read-only file system")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(packed_file.os, "open", refuse)
+
+
+def test_packed_weights_of_a_read_only_folder_are_kept_in_the_cache(folder, home, monkeypatch):
+    before = {path.name for path in folder.iterdir()}
+    refuse_files_in(folder, monkeypatch)
+    expected = generate(start(folder), PROMPTS, max_tokens=12)
+    assert {path.name for path in folder.iterdir()} == before
+    [file] = (home / "packed").glob(f"*/{NAME}")
+    stamp = file.stat().st_mtime_ns
+    again = start(folder)
+    assert file.stat().st_mtime_ns == stamp
+    assert not any(part.data.flags.writeable for part in packed_parts(again))
+    assert generate(again, PROMPTS, max_tokens=12) == expected
+    # a file in the engine's own folder comes first
+    monkeypatch.undo()
+    monkeypatch.setattr(load, "_PACKED_FROM_BYTES", 0)
+    (folder / NAME).write_bytes(file.read_bytes())
+    file.unlink()
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(home))
+    assert generate(start(folder), PROMPTS, max_tokens=12) == expected
+    assert not file.exists()
+
+
+def test_ranks_keep_their_own_packed_weights(tmp_path, monkeypatch):
+    """Each rank is a process of its own. Later starts map the files of the same number of ranks."""
+    save_rank_model("llama", tmp_path / "hf", hidden_size=512, intermediate_size=4096)
+    folder = build_engine(tmp_path / "hf", tmp_path / "engine")
+    assert (folder / "rank0.engine").stat().st_size > load._PACKED_FROM_BYTES
+
+    def answer(ranks: int) -> list[list[int]]:
+        settings = EngineSettings(
+            device="cpu", dtype="bfloat16", cache_tokens=512, threads=1, ranks=ranks
+        )
+        loop = start_real_engine(str(folder), settings)
+        found = generate(loop, PROMPTS, max_tokens=8)
+        loop.close()
+        return found
+
+    expected = answer(2)
+    names = {f"rank{rank}of2.packed-bfloat16" for rank in (0, 1)}
+    stamps = {name: (folder / name).stat().st_mtime_ns for name in names}
+    assert answer(2) == expected
+    assert {name: (folder / name).stat().st_mtime_ns for name in names} == stamps
+    answer(1)
+    assert (folder / NAME).exists()
 
 
 def test_an_engine_of_compiled_code_needs_no_torch(tmp_path):

@@ -52,6 +52,7 @@ VALUES = {
     "embedding_pooling": "mean",
     "deterministic": "true",
     "exact_activations": "true",
+    "adaptive_lookup": "true",
     "compressed_weights": "false",
     "compressed_kv_cache": "false",
     "fused_gemv": "false",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from slipstream.engine.messages import EngineInfo
-from slipstream.server.engine_link.memory_table import memory_table
+from slipstream.server.engine_link.memory_table import memory_table, node_advice
 from slipstream.server.metrics.engine_metrics import _memory_metrics
 
 INFO = EngineInfo(
@@ -129,6 +129,23 @@ def test_flags_without_effect_on_the_device_are_listed():
     assert memory_table("m", replace(GPU, cache_dtype="fp8"), flags) == memory_table(
         "m", replace(GPU, cache_dtype="fp8")
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "replicas", "nodes", "advice"),
+    [
+        ("cpu", 1, 2, "2 NUMA nodes: --replicas 2 runs an engine on each"),
+        ("cpu", 1, 4, "4 NUMA nodes: --replicas 4 runs an engine on each"),
+        ("cpu", 1, 1, ""),
+        ("cpu", 1, 0, ""),  # a system that does not say
+        ("cpu", 2, 2, ""),
+        ("cuda:0", 1, 2, ""),
+    ],
+)
+def test_nodes_without_a_replica_are_named(device, replicas, nodes, advice):
+    found = node_advice(replace(INFO, device=device), replicas, nodes)
+    assert len(found) == bool(advice)
+    assert advice in "".join(found)
 
 
 def test_packed_weights_count_as_used_memory():

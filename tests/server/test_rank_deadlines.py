@@ -35,7 +35,7 @@ def engine(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, engine) -> Iterator[RealServer]:
-    running = start_server(tmp_path_factory.mktemp("served"), engine, "--frontends", "2")
+    running = start_server(tmp_path_factory.mktemp("served"), engine, "--frontends", "1")
     yield running
     running.close()
 
@@ -43,7 +43,7 @@ def server(tmp_path_factory, engine) -> Iterator[RealServer]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, engine) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    running = Cluster(folder, engine, "--ranks=2", "--frontends=2")
+    running = Cluster(folder, engine, "--ranks=2", "--frontends=1")
     yield running
     running.close()
 
@@ -70,19 +70,19 @@ def time_end(process: int, others: list[int]) -> float:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_known_to_the_client_within_a_second(server, rank):
-    wait_for(lambda: is_ready(server))
+    wait_for(lambda: is_ready(server), 60)
     expected = ask(server)
     process = engine_processes(server)[rank]
     response = post(server, "generate_stream", TOKENS)
     reason = f"rank {rank}: killed by SIGKILL"
     seconds = time_reason(response, lambda: os.kill(process, signal.SIGKILL), reason)
     assert seconds < MOST_SECONDS
-    wait_for(lambda: is_ready(server))
+    wait_for(lambda: is_ready(server), 60)
     assert ask(server) == expected
 
 
 def test_a_stopped_rank_is_killed_after_ten_seconds(server):
-    wait_for(lambda: is_ready(server))
+    wait_for(lambda: is_ready(server), 60)
     process = engine_processes(server)[1]
     response = post(server, "generate_stream", TOKENS)
     reason = "rank 1 has been stopped by a signal for 10 s"
@@ -92,7 +92,7 @@ def test_a_stopped_rank_is_killed_after_ten_seconds(server):
 
 def test_a_second_after_the_server_is_killed_no_process_is_left(server):
     """This test ends the server of the module, so it is the last one that uses it."""
-    wait_for(lambda: is_ready(server))
+    wait_for(lambda: is_ready(server), 60)
     assert time_end(server.process_id, engine_processes(server)) < MOST_SECONDS
 
 
@@ -105,7 +105,7 @@ def test_a_second_after_the_server_is_killed_no_process_is_left(server):
     ],
 )
 def test_the_end_of_a_process_of_a_cluster_is_known_within_a_second(cluster, victim, reason):
-    wait_for(cluster.is_ready)
+    wait_for(cluster.is_ready, 60)
     expected = cluster.ask()
     processes = {
         "rank 0": cluster.rank_of(cluster.leader),
@@ -118,13 +118,13 @@ def test_the_end_of_a_process_of_a_cluster_is_known_within_a_second(cluster, vic
     if victim == "host":
         cluster.host.close()
         cluster.host = cluster.start(1)  # as the launcher would
-    wait_for(cluster.is_ready)
+    wait_for(cluster.is_ready, 60)
     assert cluster.ask() == expected
 
 
 def test_a_second_after_the_leader_is_killed_no_process_of_the_cluster_is_left(cluster):
     """This test ends the cluster of the module, so it is the last one that uses it."""
-    wait_for(cluster.is_ready)
+    wait_for(cluster.is_ready, 60)
     ranks = [cluster.rank_of(cluster.leader), cluster.rank_of(cluster.host)]
     others = [cluster.host.process_id, *ranks]
     assert time_end(cluster.leader.process_id, others) < MOST_SECONDS

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dequantised import dequantise
 from run_engine import engine, generate, logits_of
 from safetensors.torch import load_file, save_file
 from tiny_hf_folder import save_model
@@ -14,7 +15,6 @@ from tiny_models import folder_tensors
 
 from slipstream.weights.build import build_engine
 from slipstream.weights.engine_folder import EngineFolder, read_engine_folder
-from slipstream.weights.quantise import dequantise
 
 TOKENS = [[3, 1, 41, 59, 26, 5, 35]]
 LAYERS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")

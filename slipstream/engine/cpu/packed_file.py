@@ -22,6 +22,7 @@ import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +32,7 @@ import numpy as np
 from slipstream.engine.memory.cores import usable_cores
 from slipstream.kernels import blocks
 from slipstream.kernels.cpu import layout, pack, pack_levels, quantised_layouts
-from slipstream.kernels.cpu.memory import round_up
+from slipstream.kernels.cpu.memory import aligned, round_up
 from slipstream.kernels.cpu.operations import WeightFormat
 from slipstream.kernels.cpu.pack import Packed
 
@@ -57,25 +58,50 @@ def _layout_hash() -> str:
 class PackedFile:
     """The packed matrices of an engine, by name: those of the file, or those to write to it."""
 
-    def __init__(self, path: Path, weights: str, dtype: str, weight_bytes: int) -> None:
-        """weights: a digest of the engine's weights; weight_bytes: about the size of the file"""
-        self._path = path
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        name: str,
+        weights: str,
+        dtype: str,
+        weight_bytes: int,
+        own_memory: bool = False,
+    ) -> None:
+        """folders: where the file may be; the first one that can be written gets it
+
+        weights: a digest of the weights of this rank's part; weight_bytes: about the size of the
+        file; own_memory: copy the matrices, as the file's memory may be far from these cores
+        """
+        self._name = name
         self._key = f"{weights} {dtype} {_layout_hash()}"
-        self._found = _read(path, self._key)
+        known = (_read(folder / name, self._key) for folder in folders)
+        self._found = next((found for found in known if found is not None), None)
+        self._own_memory = own_memory
         self._writer: _Writer | None = None
-        if self._found is None and _has_room(path.parent, weight_bytes):
-            self._writer = _Writer.create(path.parent)
+        self._folder = folders[0]
+        if self._found is None:
+            self._create(folders, weight_bytes)
+
+    def _create(self, folders: Sequence[Path], size: int) -> None:
+        """Create the file in the first folder where that is possible."""
+        for folder in folders:
+            self._writer = _Writer.create(folder, size)
+            if self._writer is not None:
+                self._folder = folder
+                return
 
     def find(self, name: str) -> tuple[Packed, ...] | None:
         """Return the parts of a matrix; None if they must be packed."""
-        return None if self._found is None else self._found.get(name)
+        parts = None if self._found is None else self._found.get(name)
+        return tuple(map(_copied, parts)) if parts and self._own_memory else parts
 
     def add(self, name: str, parts: Sequence[Packed]) -> tuple[Packed, ...]:
         """Write the parts of a matrix. Return them, in the memory of the file if possible."""
         if self._writer is None:
             return tuple(parts)
         try:
-            return self._writer.add(name, parts)
+            written = self._writer.add(name, parts)
+            return tuple(parts) if self._own_memory else written
         except OSError as error:
             self._give_up(error)
             return tuple(parts)
@@ -85,21 +111,17 @@ class PackedFile:
         if self._writer is None:
             return
         try:
-            self._writer.finish(self._path, self._key)
+            self._writer.finish(self._folder / self._name, self._key)
         except OSError as error:
             self._give_up(error)
         else:
             self._writer = None
 
     def _give_up(self, error: OSError) -> None:
-        logger.info("cannot keep packed weights in %s (%s)", self._path.parent, error)
+        logger.info("cannot keep packed weights in %s (%s)", self._folder, error)
         assert self._writer is not None
         self._writer.close()
         self._writer = None
-
-
-def _has_room(folder: Path, size: int) -> bool:
-    return shutil.disk_usage(folder).free > size + _SPARE_DISK
 
 
 class _Entry(NamedTuple):
@@ -120,9 +142,18 @@ class _Writer:
         self._matrices: dict[str, list[_Entry]] = {}
 
     @classmethod
-    def create(cls, folder: Path) -> _Writer | None:
-        """Return a writer; None if the folder is read-only or its file system lacks such files."""
+    def create(cls, folder: Path, size: int) -> _Writer | None:
+        """Return a writer; None if the folder is read-only, its disk has no room for a file of this
+        size, or its file system lacks files without a name.
+        """
         try:
+            folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder).free
+            if free <= size + _SPARE_DISK:
+                logger.info(
+                    "cannot keep packed weights in %s (%d MiB are free)", folder, free >> 20
+                )
+                return None
             return cls(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o644))
         except OSError as error:
             logger.info("cannot keep packed weights in %s (%s)", folder, error)
@@ -201,6 +232,13 @@ def _parse(memory: np.ndarray, key: str) -> dict[str, tuple[Packed, ...]] | None
 def _is_whole(recorded: tuple[Packed, str]) -> bool:
     packed, digest = recorded
     return hashlib.sha256(packed.data.data).hexdigest() == digest
+
+
+def _copied(part: Packed) -> Packed:
+    """Return a part of a matrix in memory of this process."""
+    data = aligned(part.data.nbytes)
+    data[:] = part.data
+    return replace(part, data=data)
 
 
 def _packed(memory: np.ndarray, entry: _Entry) -> Packed:

@@ -55,6 +55,16 @@ def memory_table(name: str, info: EngineInfo, flags: Collection[str] = ()) -> li
     ]
 
 
+def node_advice(info: EngineInfo, replicas: int, nodes: int) -> list[str]:
+    """Return a line for an engine on a CPU whose other NUMA nodes have no replica."""
+    if info.device != "cpu" or replicas > 1 or nodes < 2:
+        return []
+    return [
+        f"  This machine has {nodes} NUMA nodes: --replicas {nodes} runs an engine on each, with "
+        "local memory."
+    ]
+
+
 def titled_replicas(name: str, infos: Sequence[EngineInfo]) -> list[tuple[str, EngineInfo]]:
     """Return the tables to show for the replicas of an engine: one for all that are equal."""
     if len(infos) == 1:

@@ -41,6 +41,7 @@ export class Plot {
     this.element = make("figure", {}, make("figcaption", { text: unit ? `${title} (${unit})` : title }), this.svg, legend);
     this.svg.addEventListener("pointermove", event => this.point(event));
     this.svg.addEventListener("pointerleave", () => { this.at = null; this.drawAll(); });
+    this.drawAll();  // an empty plot has its name and axis, too
   }
 
   /** Show these points: { time, values }, times in seconds. */
