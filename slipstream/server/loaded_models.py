@@ -37,6 +37,9 @@ from slipstream.weights.cache.locks import hold
 
 logger = logging.getLogger(__name__)
 
+# After an engine was replaced, requests that chose it before are still prepared: their prompts are
+# tokenized, and their grammars checked. For so long it takes them.
+_LATE_SECONDS = 2.0
 READY = "READY"
 UNAVAILABLE = "UNAVAILABLE"
 LOADING = "LOADING"
@@ -319,7 +322,7 @@ class LoadedModels:
             replaced = self._engines.adopt(model.name, built.client)
         if replaced is not None:
             self._rebuild_users(model.name, repository)
-            self._release(replaced)
+            self._run_later(self._engines.release(replaced, self._patience_seconds, _LATE_SECONDS))
         former = self.status.get(model.name, {})
         gone = [version for version in former if version not in model.versions]
         self._set_status(model, Status(READY))

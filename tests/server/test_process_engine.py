@@ -247,6 +247,20 @@ async def test_nothing_keeps_an_engine_that_was_replaced(launch):
     failed.cancel()
 
 
+async def test_an_engine_that_was_replaced_takes_requests_that_were_being_prepared(launch):
+    pool = EnginePool({}, Supervision(), COMMAND)
+    former = await launch()
+    pool.adopt("llm", former)
+    pool.adopt("llm", await launch("another"))
+    released = asyncio.ensure_future(pool.release(former, 30.0, late_seconds=0.5))
+    await asyncio.sleep(0)
+    tokens, _ = await collect(submit(former, [1], SamplingParams(max_tokens=3)))
+    assert tokens == [2, 3, 4]
+    await released
+    with pytest.raises(EngineUnavailable):
+        submit(former, [1], SamplingParams(max_tokens=3))
+
+
 async def test_the_failure_of_an_engine_that_was_replaced_is_not_that_of_its_successor(launch):
     pool = EnginePool({}, Supervision(), COMMAND)
     failed = asyncio.ensure_future(pool.wait_failed())

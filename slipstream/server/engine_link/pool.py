@@ -226,12 +226,19 @@ class EnginePool:
         if self._clients.get(name) is client:
             self.forget(name)
 
-    async def release(self, client: PooledEngine, patience_seconds: float) -> None:
-        """Wait for its requests, then end its process and free its memory."""
+    async def release(
+        self, client: PooledEngine, patience_seconds: float, late_seconds: float = 0.0
+    ) -> None:
+        """Wait for its requests, then end its process and free its memory.
+
+        late_seconds: for so long it takes requests that chose it before it was replaced
+        """
         self._unwatch(client)  # its failure concerns only the requests that it still has
         self._leaving.add(client)
-        client.begin_drain()
         try:
+            if late_seconds:
+                await asyncio.sleep(min(late_seconds, patience_seconds))
+            client.begin_drain()
             async with asyncio.timeout(patience_seconds):
                 await self.wait_drained_elsewhere(client)
                 await client.wait_drained()
