@@ -117,7 +117,8 @@ def test_aliases_run_and_are_in_the_help(tmp_path):
     assert (
         run_cli(["ls", "--repo", tmp_path]).output == run_cli(["list", "--repo", tmp_path]).output
     )
-    assert run_cli(["rm", "x", "--repo", tmp_path]).stderr.startswith("error: No model folder")
+    found = run_cli(["rm", "x", "--repo", tmp_path])
+    assert found.stderr.startswith(f"error: there is no model 'x' in {tmp_path}")
     assert run_cli(["help", "rm"]).stdout == run_cli(["help", "remove"]).stdout
     assert "did you mean 'pull'?" in run_cli(["pul"]).stderr
     help_text = run_cli(["--help"]).stdout

@@ -376,7 +376,7 @@ def test_unknown_models_are_not_found(serving):
         with pytest.raises(openai.NotFoundError) as raised:
             call()
         assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
-        assert "chat, ensemble, french" in raised.value.message
+        assert "Known: chat, french" in raised.value.message
 
 
 def test_a_too_long_prompt_has_the_code_context_length_exceeded(serving):

@@ -60,9 +60,8 @@ def test_requests_through_both_front_ends_reach_both_replicas(cluster):
     before = metric(cluster, METRIC)
     prompts = [f"{number} {number + 1} 9" for number in range(40)]
     with ThreadPoolExecutor(8) as pool:
-        first = list(pool.map(cluster.ask, prompts))
-        second = list(pool.map(cluster.ask, prompts))
-    assert first == second
+        answers = list(pool.map(cluster.ask, prompts * 2))
+    assert {len(answer.split()) for answer in answers} == {24}
     wait_for(lambda: sum(metric(cluster, METRIC)) == sum(before) + 80)
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from submit import submit
 from tiny_server import MODEL, TinyServer, is_running, make_repository, wait_for
 
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.server.engine_link.child import EngineChild
 from slipstream.server.engine_link.client import EngineClient, Supervision
 from slipstream.server.engine_link.engine import EngineUnavailable
+from slipstream.server.engine_link.link import EngineFailed
 
 COMMAND = (sys.executable, str(Path(scripted.__file__)))
 SHORT = SamplingParams(max_tokens=3)
@@ -95,6 +98,30 @@ async def test_an_idle_engine_ends_and_the_next_requests_wait_for_another(launch
     assert engine.stats.finished == 4, "the totals never fall"
 
 
+async def test_a_late_report_of_an_unloaded_engine_does_not_fail_the_next(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exit of a rank may be noticed when the next processes of the engine run."""
+    reports: list[tuple[Callable[[Any], None], Callable[[str], None]]] = []
+    attach = EngineChild.attach
+
+    def record(child: EngineChild, take: Any, note_exit: Any, has_reason: Any) -> None:
+        reports.append((take, note_exit))
+        attach(child, take, note_exit, has_reason)
+
+    monkeypatch.setattr(EngineChild, "attach", record)
+    engine = await launch()
+    await unloaded(engine)
+    assert (await collect(submit(engine, [7], SHORT)))[0] == [8, 9, 10]
+    process = engine.process_id
+    take, note_exit = reports[0]
+    take(EngineFailed("rank 1: exit code 0"))
+    note_exit("rank 1: exit code 0")
+    assert (engine.failure, engine.process_id) == (None, process)
+    assert (await collect(submit(engine, [7], SHORT)))[0] == [8, 9, 10]
+    assert engine.process_id == process
+
+
 async def test_an_engine_with_work_is_not_unloaded(launch: Launch) -> None:
     engine = await launch()
     process = engine.process_id
@@ -113,17 +140,17 @@ async def test_a_request_that_waits_can_be_cancelled(launch: Launch) -> None:
     assert (await collect(other))[0] == [8, 9, 10]
 
 
-async def test_a_load_that_fails_fails_its_requests_only(launch: Launch, tmp_path: Path) -> None:
+async def test_a_load_that_fails_fails_its_requests_only(launch: Launch) -> None:
     engine = await launch()
     await unloaded(engine)
-    engine._engine_folder = str(tmp_path / "refuses")
-    engine._command = (sys.executable, "-c", "raise SystemExit('no memory is left')")
+    start, command = engine._start_child.func, engine._start_child.args
+    failing = (sys.executable, "-c", "raise SystemExit('no memory is left')")
+    engine._start_child = partial(start, failing, *command[1:])
     tokens, reason = await collect(submit(engine, [7], SHORT))
     assert (tokens, reason) == ([], "error")
     await until(lambda: engine.process_id is None)
     assert not engine.ready
-    engine._command = COMMAND
-    engine._engine_folder = str(tmp_path / "fine")
+    engine._start_child = partial(start, *command)
     assert (await collect(submit(engine, [7], SHORT)))[0] == [8, 9, 10]
     assert engine.ready
 

@@ -347,7 +347,9 @@ def test_slow_grammars_delay_neither_words_nor_short_grammars(server, canary, id
         slow_answers = [one.result() for one in slow]
     check_gaps(canary, idle, start)
     assert {answer.status for answer, _ in quick_answers} == {200}
-    for answer, _ in slow_answers:  # the library refuses grammars that are too ambiguous
+    # the library refuses grammars that are too ambiguous; a busy machine reaches the time limit first
+    refusals = (b"response_format cannot be followed further", b"response_format takes over")
+    for answer, _ in slow_answers:
         assert answer.status == 400
-        assert b"response_format cannot be followed further" in answer.start
+        assert any(refusal in answer.start for refusal in refusals)
     assert max(end for _, end in quick_answers) < max(end for _, end in slow_answers)

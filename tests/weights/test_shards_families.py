@@ -48,7 +48,7 @@ def compare(name: str, folder: Path, weight_only: str | None, ranks: int) -> Non
         torch.testing.assert_close(first[index], wanted, rtol=1e-3, atol=close)
 
 
-REFUSED: set[tuple[str, str | None, int]] = set()
+REFUSED: set[tuple[str, str | None, int]] = {("nemotron", "int4", 2)}  # heads of 24
 
 
 @pytest.mark.parametrize("weight_only", ["int8", "int4"])

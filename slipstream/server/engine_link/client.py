@@ -42,10 +42,9 @@ from slipstream.engine.request import GenerateRequest
 from slipstream.engine.settings import EngineSettings
 from slipstream.server.engine_link.child import ENGINE_COMMAND, EngineChild
 from slipstream.server.engine_link.cluster.leader import RankHosts
-from slipstream.server.engine_link.engine import Engine
 from slipstream.server.engine_link.link import EngineFailed, FromEngine
 from slipstream.server.engine_link.mailbox import InFlightRequest, LinkedRequests
-from slipstream.server.engine_link.past_totals import PastTotals
+from slipstream.server.engine_link.past_totals import PastTotals, Predecessor
 from slipstream.server.engine_link.serve import STATS_SECONDS
 from slipstream.server.engine_link.silence import Responsiveness
 from slipstream.server.log.output import HANDLER
@@ -144,13 +143,18 @@ class EngineClient:
         """The engine's statistics. Totals never fall, though each process counts from zero."""
         return self._past.added_to(self._process_stats)
 
-    def continue_counters_of(self, predecessor: Engine) -> None:
+    def continue_counters_of(self, predecessor: Predecessor) -> None:
         """Add the totals of the engine that this one replaces, which may still finish its work."""
         self._past.predecessor = predecessor
 
     def drop_ended_predecessor(self) -> None:
         """Keep the totals of a predecessor that has ended, and no longer the predecessor."""
         self._past.drop_ended()
+
+    @property
+    def totals_are_final(self) -> bool:
+        """Return whether it has ended, and so have the engines that it replaced."""
+        return self.info is None and self._past.are_final
 
     @property
     def clients(self) -> tuple[EngineClient, ...]:
@@ -282,8 +286,20 @@ class EngineClient:
     # -- messages and exit of the process
 
     def _attach(self) -> None:
-        assert self._child is not None
-        self._child.attach(self._on_message, self._on_exit, lambda: self._lost)
+        child = self._child
+        assert child is not None
+
+        def take(message: FromEngine) -> None:
+            if not isinstance(message, EngineFailed):
+                self._on_message(message)
+            elif child is self._child and not self._stopping:
+                self._lose(message.reason)  # an engine that is stopped or unloaded does not fail
+
+        def note_exit(how: str) -> None:
+            if child is self._child:  # a rank may end after the next child starts
+                self._on_exit(how)
+
+        child.attach(take, note_exit, lambda: self._lost)
 
     def _on_message(self, message: FromEngine) -> None:
         self._responsiveness.heard = True
@@ -298,8 +314,6 @@ class EngineClient:
                 self.on_stats()
         elif isinstance(message, EngineInfo):
             self._begin_to_serve(message)
-        elif isinstance(message, EngineFailed) and not self._stopping and self._child is not None:
-            self._lose(message.reason)  # an engine that is stopped or unloaded does not fail
 
     def _follow_log_level(self) -> None:
         """Ask for statistics after each step while verbose lines are logged."""

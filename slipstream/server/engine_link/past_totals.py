@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from slipstream.engine.messages import EngineStats
-from slipstream.server.engine_link.engine import Engine
+
+
+class Predecessor(Protocol):
+    """An engine that another one has replaced. It may still finish its work."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def totals_are_final(self) -> bool: ...
 
 
 class PastTotals:
     """The totals of processes and engines that an engine has replaced."""
 
     def __init__(self) -> None:
-        self.predecessor: Engine | None = None  # it may still finish its work
+        self.predecessor: Predecessor | None = None
         self._ended = EngineStats()
 
     def add(self, stats: EngineStats) -> None:
@@ -26,8 +36,14 @@ class PastTotals:
         return total.plus_totals_of(self.predecessor.stats)
 
     def drop_ended(self) -> None:
-        """Keep the totals of a predecessor that has ended, and no longer the predecessor."""
+        """Keep the totals of a predecessor that are final, and no longer the predecessor."""
         predecessor = self.predecessor
-        if predecessor is not None and predecessor.info is None:  # its totals are final
+        if predecessor is not None and predecessor.totals_are_final:
             self.add(predecessor.stats)
             self.predecessor = None
+
+    @property
+    def are_final(self) -> bool:
+        """Return whether no predecessor adds to them any more. One may outlive its successor."""
+        self.drop_ended()
+        return self.predecessor is None

@@ -21,10 +21,10 @@ from typing import Protocol
 from slipstream.engine.messages import EngineInfo, EngineStats
 from slipstream.engine.request import GenerateRequest
 from slipstream.server.engine_link.client import EngineClient, EngineStartFailed
-from slipstream.server.engine_link.engine import Engine, EngineUnavailable
+from slipstream.server.engine_link.engine import EngineUnavailable
 from slipstream.server.engine_link.linked import LinkedEngine
 from slipstream.server.engine_link.mailbox import InFlightRequest
-from slipstream.server.engine_link.past_totals import PastTotals
+from slipstream.server.engine_link.past_totals import PastTotals, Predecessor
 from slipstream.server.engine_link.routing import Policy, Router, block_hashes, load, root_hash
 
 logger = logging.getLogger(__name__)
@@ -259,13 +259,18 @@ class Replicas:
         """Count the requests of other front ends as load, too."""
         self._chooser.count_elsewhere = lambda index: count_elsewhere(self.clients[index])
 
-    def continue_counters_of(self, predecessor: Engine) -> None:
+    def continue_counters_of(self, predecessor: Predecessor) -> None:
         """Add the totals of the engine that this one replaces, which may still finish its work."""
         self._past.predecessor = predecessor
 
     def drop_ended_predecessor(self) -> None:
         """Keep the totals of a predecessor that has ended, and no longer the predecessor."""
         self._past.drop_ended()
+
+    @property
+    def totals_are_final(self) -> bool:
+        """Return whether it has ended, and so have the engines that it replaced."""
+        return self.info is None and self._past.are_final
 
     def spawn(self) -> None:
         """Start the processes. Call this from the main thread, as `EngineClient.spawn`."""
