@@ -643,7 +643,7 @@ def test_verify_refuses_a_source_that_transformers_cannot_load(
         f"error: --against {tmp_path}/c: a checkpoint has no model of transformers; give the "
     )
     assert run("verify", tmp_path / "e", "--against", tmp_path / "absent") == 1
-    assert "absent: no such folder or file, and not a known model" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("absent: no such folder or file\n")
 
 
 def test_verify_names_the_first_layer_that_diverges(

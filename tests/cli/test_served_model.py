@@ -203,8 +203,10 @@ def test_a_failed_build_is_not_served(served, calls):
 
 def test_an_unknown_source_is_one_error_line(capsys):
     assert served_model.main("./nowhere") == 1
+    assert capsys.readouterr().err == "error: ./nowhere: no such folder or file\n"
+    assert served_model.main("nowhere") == 1
     assert capsys.readouterr().err.startswith(
-        "error: ./nowhere: no such folder or file, and not a known model; known:"
+        "error: nowhere: no such folder or file, and not a known model; known:"
     )
 
 

@@ -487,7 +487,7 @@ def test_a_port_of_another_server_is_refused(start):
         server = start("--frontends", "2", "--http-port", str(port))
         assert server.wait_exit() == 1
     assert server.lines[-1].endswith(
-        f"cannot use 127.0.0.1:{port}: Address already in use; stop what uses it or choose "
+        f"cannot use 127.0.0.1:{port}: Address already in use; stop what uses it, or choose "
         "another port with --http-port"
     )
 

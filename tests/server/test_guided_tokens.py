@@ -188,9 +188,14 @@ def test_answers_are_the_same_however_requests_are_run(byte_level_engine):
         expected |= answer([request])[0]
     assert answer(requests)[0] == expected
     for way, more in WAYS.items():
-        found, stats = answer(requests, max_rows=8, **more)
-        assert found == expected, way
-        assert (stats.preemptions > 0) == (way == "preempted")
+        # a busy machine may compile the grammars so late that no two requests run together
+        for _ in range(5):
+            found, stats = answer(requests, max_rows=8, **more)
+            assert found == expected, way
+            if (stats.preemptions > 0) == (way == "preempted"):
+                break
+        else:
+            pytest.fail(f"{way}: {stats.preemptions} preemptions")
 
 
 def test_scores_are_those_of_the_final_tokens(byte_level_engine):

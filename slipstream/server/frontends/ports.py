@@ -80,7 +80,7 @@ class Ports:
         except OverflowError as error:
             raise PortError(f"{option} must be 0 to 65535, got {number}") from error
         except OSError as error:
-            remedy = f"stop what uses it or choose another port with {option}"
+            remedy = f"stop what uses it, or choose another port with {option}"
             raise PortError(
                 f"cannot use {port.address}:{number}: {error.strerror}; {remedy}"
             ) from error
