@@ -22,7 +22,7 @@ _STEP_MS = 40
 _TOKENS = 25  # of an answer: a second
 _ROWS = 64  # of the scripted engine
 _TRIES = 3
-_QUEUE = 16  # requests that may wait, of the server with a bound
+_QUEUE = _ROWS  # requests that may wait, of the server with a bound: all rows may end in one step
 _MOST_HEALTH_SECONDS = 0.1  # median
 _LEAST_GOODPUT = 0.9  # of that without overload
 
